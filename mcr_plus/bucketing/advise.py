@@ -68,8 +68,7 @@ class PlanAdvice:
     `plan`. `gap`: upper bound of the relative distance of `plan` to the best buckets: from the search if
     there is one channel, else the distance to `bound` (`to_bound`), which may be out of reach. `exact`: the
     buckets are optimal. `others`: the step under other plans, by name. `scaling`: the step on other numbers
-    of ranks. `what_ifs`: in order of gain, the largest first. `skipped`: changes that could not be simulated,
-    with the reasons.
+    of ranks. `what_ifs`: sorted by gain. `skipped`: changes that could not be simulated, with reasons.
     """
 
     plan: BucketPlan

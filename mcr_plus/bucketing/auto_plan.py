@@ -155,9 +155,7 @@ class AutoPlan:
         return self._end()
 
     def incomplete(self) -> ExecutablePlan | None:
-        """Record a pass in which the first rank lacked a new gradient of some parameter; returns like
-        `after`.
-        """
+        """Record a pass without a new gradient of some parameter on the first rank; returns like `after`."""
         self._incomplete += 1
         if self._incomplete < _INCOMPLETE:
             return None
@@ -360,8 +358,7 @@ def _measured(
 ) -> dict[Choice, BucketCurve]:
     """Return the costs of buckets for each library, with each of these codecs and with the codec of `policy`.
 
-    If a library is named, a stage `hierarchical` skips the operation. So the pipeline's own choice is
-    measured, too.
+    If a library is named, a stage `hierarchical` skips the operation. Then the pipeline's choice is measured.
     """
     libraries: list[str | None] = [*comm.pipeline.libraries] if policy.backend is None else [policy.backend]
     if policy.backend is None and comm.stage_options("hierarchical") is not None:
@@ -391,8 +388,7 @@ def begun(
 ) -> AutoPlan | None:
     """Measure the costs of buckets, and return the trial; None, with a warning, for unsupported gradients.
 
-    Collective. `named`: parameters, at least one; `entries`: an entry for each. Other arguments: see
-    `AutoPlan`.
+    Collective. `named`: at least one parameter; `entries`: one for each. Other arguments: see `AutoPlan`.
 
     Raises `ConfigError` for codecs that a plan cannot choose.
     """

@@ -204,8 +204,7 @@ class CutPlan(AutoPlan):
     def _in_parts(self, cut: Captured) -> tuple[Captured, list[Stretch]]:
         """Return the gradients ordered by part, last part first, and the number in each part.
 
-        The parts come from the graph, not from measured times, so noise cannot move a gradient into a
-        neighbouring part.
+        The parts come from the graph, not from measured times, so noise cannot move a gradient between parts.
         """
         parts: list[GraphPart] = [GraphPart((), ()), *self.call.parts()]
         place = {name: at for at, part in enumerate(parts) for name in part.parameters}

@@ -5,8 +5,7 @@
 
 The model:
 
-- A rank repeats the captured computation, at the rate 1 - the sum of the core shares of its operations in
-  flight.
+- A rank repeats the captured computation, at the rate 1 - the core shares of its operations in flight.
 - Each group has a queue for each library, in which operations run one after another. An operation begins when
   all ranks of the group have arrived: each has issued it, and its predecessor has ended. If the
   program drives progress (`by_caller`) of a library that must be polled, a rank arrives when the program

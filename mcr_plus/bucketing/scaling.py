@@ -9,7 +9,7 @@ of the library's algorithms (`tables/scaling`), from another dtype, or from size
 latency and bandwidth of the links are known, or part of the time was not measured, such as a codec's
 encoding.
 
-This file is long because measurements, their links and their scaling must agree.
+Long because measurements, their links and their scaling must agree.
 """
 
 from __future__ import annotations
@@ -404,9 +404,7 @@ class ClusterCosts:
         return Cost(seconds, 0.0, "assumed"), best(nbytes, to, after.shared)
 
     def _own(self, kind: str, library: str) -> list[Measured]:
-        """Return the measurements of a kind by a library, placed in racks, sorted by similarity of the
-        tensors.
-        """
+        """Return the measurements of a kind by a library, placed in racks; the most similar tensors first."""
         if (kind, library) not in self._placed:
             rack = (self.measured_on or self.topology).links.rack
             alone: list[Measured] = []

@@ -120,8 +120,7 @@ class RankStep(NamedTuple):
 class Probed(NamedTuple):
     """The job's own measurement of one library.
 
-    `sizes`: bytes, ascending. `seconds`, `shares`: for each size, duration of an operation and its share of
-    a core.
+    `sizes`: bytes, ascending. `seconds`, `shares`: for each size, duration and share of a core.
     """
 
     kind: str
@@ -157,8 +156,7 @@ class CapturedStep:
         """Read a file written by `save`.
 
         Raises:
-            ConfigError: the file cannot be read, or is not a step of version 1; the text has file, line and
-                key.
+            ConfigError: the file cannot be read, or is no step of version 1; the text has file, line and key.
         """
         from mcr_plus.bucketing.step_file import read  # only reading needs its models
 

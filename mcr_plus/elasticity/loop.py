@@ -111,8 +111,7 @@ def elastic(
     steps, so no checkpoint is needed: a rank that had not completed the last step receives the state of one
     that had. A process restarted by `mcr-plus run --min-ranks` is alone in its job until its loop begins. The
     others take it in between two steps and send it model, optimizer and `state`; with `precopy`, model and
-    optimizer travel beforehand, while they train. The first rank that went on reports each change in one line
-    on stderr.
+    optimizer travel beforehand, while they train. The first rank that went on reports each change on stderr.
 
     Ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each step, and
     divide its data among the current ranks. Earlier communicators are then revoked, and have
@@ -323,9 +322,7 @@ class _Loop:
         return Proposal(least=self._least, patient=True)
 
     def _regroup(self) -> None:
-        """Go on with the remaining ranks and the processes that wait to join; repeat if a rank is lost
-        meanwhile.
-        """
+        """Go on with the remaining ranks and waiting processes; repeat if a rank is lost meanwhile."""
         began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None

@@ -1,6 +1,6 @@
 """Layouts: the boxes of a global tensor that each rank holds, and their positions in its local tensor.
 
-This file is long because it is one class, half of it constructors.
+Long because it is one class, half of it constructors.
 """
 
 from __future__ import annotations

@@ -315,9 +315,7 @@ class Mover:
         run.finish()
 
     def _remember(self, run: PlanRun, sources: Locals, outputs: Locals) -> None:
-        """Record the run if its tensors are the same as in the previous run, so that the next run can replay
-        it.
-        """
+        """Record the run for replay by the next run, if its tensors are those of the previous run."""
         tensors = [*outputs, *sources]
         like = next((each for each in tensors if each is not None), None)
         ids = list(map(id, tensors))

@@ -196,8 +196,7 @@ def _cheapest(
 ) -> ExchangeProgram:
     """Return the cheapest program of a tensor whose native collectives fit into `room`.
 
-    Raises `Unsupported` if all other programs have infinite costs: they would make the bits of replicas
-    differ.
+    Raises `Unsupported` if all other programs have infinite costs, as they make the bits of replicas differ.
     """
     pair = spec.source, spec.target, spec.dtype.itemsize
     usable = [

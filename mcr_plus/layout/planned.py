@@ -274,8 +274,7 @@ def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Te
 def _choose(
     choices: _Choices, local: torch.Tensor, current_spec: Any, target_spec: Any
 ) -> Redistribution | None:
-    """Return a redistribution that moves less than DTensor's plan, or replaces a possibly wrong one; else
-    None.
+    """Return a redistribution if it moves less than DTensor's plan, or if that may be wrong; else None.
 
     The choice is the same on all ranks of the mesh. Collective over them, unless the lower bound shows that
     DTensor's plan is as good. DTensor misreads shards if a strided shard encodes no order of cuts.

@@ -128,15 +128,12 @@ def dispatch(
             as float64). `combine` computes their gradients. None: all are 1.
         experts: number of experts on all ranks together. Ranks may have none.
         routing: routing of an earlier dispatch, in place of `expert_ids`, `experts`, `capacity`, `max_rows`,
-            `load`, `compress`, `compress_back`, `group`, `backend` and `tag`. `x` has the same number of
-                tokens, and any
-                width.
+            `load`, `compress`, `compress_back`, `group`, `backend` and `tag`. `x` has as many tokens.
         capacity: most choices of this rank that an expert accepts: first choices before second choices,
             each in the order of tokens. Further choices are dropped. None: no limit.
         max_rows: most tokens that any rank sends to any other, the same on all ranks. Messages then have
             this fixed size and include the counts. Pays off for few tokens.
-        load: also return how many tokens of all ranks chose each expert, for balancing losses and
-            biases.
+        load: also return how many tokens of all ranks chose each expert, to balance losses and biases.
         compress: None, `bf16` or `fp8_block` (e4m3 with a float32 scale for each 256 values of a token):
             format of tokens on the way to the experts and, in the backward pass, of gradients of answers.
             Rows that stay on their rank are exact.

@@ -450,9 +450,7 @@ class Routing:
     def sums_back(
         self, exchange: ExpertExchange, values: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return received sums plus sums of this rank's experts, [tokens, width]; arguments as in
-        `start_back`.
-        """
+        """Return received sums plus this rank's own, [tokens, width]; arguments as in `start_back`."""
         way, found = exchange.way, self._found
         layout = self._layout(way, True)
         at = lists_of.addresses(self._out.rows, layout.rows, way.row_bytes)

@@ -1,7 +1,6 @@
 """FSDP2's collectives as set by `mcr.fsdp`: all_gather of parameters, reduce_scatter of gradients.
 
-FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has no streams, so both are
-asynchronous here:
+FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has none: both are asynchronous:
 
 - FSDP2 waits for the handle of a gather, if there is one, when a module uses the parameters: prefetched
   parameters travel while the previous module computes.
@@ -213,8 +212,7 @@ def _param_groups(module: Any) -> list[Any]:
 def _reads_early(shard: Any, dtype: torch.dtype) -> bool:
     """Return whether FSDP2, or a hook of the program, reads gradients as soon as they are reduced.
 
-    Reasons: reduction between replicas, gradients of an earlier pass, conversion to the dtype of the
-    parameters, and hooks.
+    Reasons: reduction between replicas, gradients of an earlier pass, conversion of the dtype, and hooks.
     """
     params = [param.sharded_param for param in shard.fsdp_params if param.sharded_param.requires_grad]
     return (

@@ -68,8 +68,7 @@ class Reducer:
     of waiting for this rank.
 
     Operations are issued in a separate group: a rank that lacks the gradient of a parameter sends its bucket
-    late, which must not change the order of the program's own operations. `branch`: name of this group; None
-    for a new name.
+    late, which must not change the order of the program's own operations. `branch`: its name, or None.
     """
 
     def __init__(

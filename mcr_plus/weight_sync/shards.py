@@ -93,9 +93,7 @@ def parts_of(
 
 
 def whole_of(held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int]) -> list[HeldShard] | None:
-    """Return all tensors of the sources as whole shards; None if elements are missing. Raises like
-    `parts_of`.
-    """
+    """Return all source tensors as whole shards; None if elements are missing. Raises like `parts_of`."""
     tensors: dict[str, list[tuple[int, HeldShard]]] = {}
     for rank in sources:
         for each in held[rank]:

@@ -109,6 +109,7 @@ def advise(
         raise InvalidArgument(f"ranks: {world}, but the cluster has {costs.topology.ranks}")
     for change in what_ifs:
         _check_change(step, costs, change)
+    # The plan itself gets a third of the time; the changes share the rest.
     end = perf_counter() + seconds
     found = searched(step, costs, world, until=perf_counter() + seconds / 3, codec=codec)
     plan = found.plan

@@ -395,6 +395,7 @@ def begun(
     for codec in limits.codecs:
         if (problem := not_choosable(codec, comm.config)) is not None:
             raise ConfigError(f"fuse.codecs: {problem}")
+    # Unsupported gradients are no error: they keep their buckets by size.
     reason = None
     device = named[0][1].device
     if device.type != "cpu":
@@ -411,6 +412,7 @@ def begun(
         total = sum(entry.nbytes for entry in entries)
         curves = _measured(comm, dtype, device, total, policy, limits.codecs, issue)
         reason = None if curves else "no library supports their all_reduce"
+        # Keep plain costs of the whole job for `mcr.capture`, which stores them in its step.
         if comm.size == current().world.size and not policy.encoded:
             current().attached[MEASURED] = {
                 choice.library: Probed(

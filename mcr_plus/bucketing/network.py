@@ -239,6 +239,7 @@ class _Simulation:
         count, total = len(self.sent), len(links)
         if not fold:
             return np.arange(self.world), np.arange(count), np.arange(total), links
+        # Initial colours: programs, costs of operations, and classes of links.
         alike: dict[object, int] = {}
         rank = _numbers([alike.setdefault(_likeness(each), len(alike)) for each in self.programs])[
             self.of_rank
@@ -263,6 +264,7 @@ class _Simulation:
         link = _numbers(kinds.tolist())
         who, slot = np.nonzero(self.queue_of >= 0)
         of = self.queue_of[who, slot]
+        # Refine until no colour splits: equal colours then have equal neighbours, so their times are equal.
         before = -1
         while True:
             distinct = len(np.unique(rank)) + len(np.unique(queue)) + len(np.unique(link))

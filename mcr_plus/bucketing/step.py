@@ -217,6 +217,7 @@ class CapturedStep:
                 )
         if count < least:
             raise InvalidArgument(f"{count} steps; expected at least {least}, each with an optimizer.step()")
+        # The slowest rank determines a step, so its times decide which first steps still compile.
         longest = [max(steps[index].seconds for steps in per_rank.values()) for index in range(count)]
         warm = next(i for i, seconds in enumerate(longest) if seconds <= _WARM * median(longest))
         middle = median(longest[warm:])
@@ -233,6 +234,7 @@ class CapturedStep:
                 *notes,
                 f"only {fewest} of {count} steps have the same events; times are medians of few samples",
             )
+        # Number the operations: an id must be equal on all ranks of an operation.
         seconds = _shortest(usual)
         numbers = {key: number for number, key in enumerate(seconds)}
         spread = (max(longest[warm:]) - min(longest[warm:])) / middle

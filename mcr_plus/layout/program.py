@@ -186,6 +186,7 @@ def sliced(
     """
     have, need = source.regions, target.target_regions
     nodes = None if nodes is None or len(np.unique(nodes)) == 1 else nodes
+    # Slices pay off only if several ranks need an element; large cases would take too long to plan.
     if (
         target.overlaps
         or int(need.counts.max(initial=0)) < 2

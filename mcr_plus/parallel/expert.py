@@ -187,6 +187,7 @@ def dispatch(
     detached = x.detach().contiguous()
     plain = None if weights is None else weights.detach().contiguous()
     way = made.way_there(detached, plain, lists=True)
+    # With a bound, sizes are known in advance and counts travel along; otherwise counts go first.
     if bound is not None and comm.size > 1:
         way = made.bounded(way, header, bound)
         exchange = made.start_there(way, detached, plain, header, async_op)

@@ -233,6 +233,7 @@ def sync(
     weights, listener, mine = None, None, ""
     sources: tuple[int, ...] = ()
     named: Offers = {}
+    # An error of this rank is sent to the others instead of raised, so that all ranks raise it.
     try:
         sources = _sources(src, comm)
         _check(comm, tag, history, invite)
@@ -255,6 +256,7 @@ def sync(
         answers = dict(zip(comm.ranks, (_Answer(*each) for each in gathered), strict=True))
         of_job = comm.opened.group.of_job
         _compare(answers, mine, of_job)
+        # All ranks compute the same parts from the same answers. The nonce makes the key unique to this call.
         held = {each: answer.held for each, answer in answers.items()}
         found = offers_of(held, sources, named) if file else []
         parts = parts_of({**held, **{each.rank: each.held for each in found}}, sources, of_job)
@@ -268,6 +270,7 @@ def sync(
             withdraw = _invited(comm, lead, file, invitation)
         assert weights is not None
         weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
+        # Load the kernels now: later it would delay a push or a pull.
         for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
             delta.prepare(width)
         what = f"sync {tag!r} of group '{comm.name}'"

@@ -78,8 +78,8 @@ class ElasticStep:
     def __enter__(self) -> ElasticStep:
         if self._entered:
             raise InvalidArgument(
-                f"elastic: step {self.number} has had a `with` block; put all of a step into one block, as "
-                "all of it is repeated after a loss"
+                f"elastic: step {self.number} has had a `with` block; put the whole step into one block, as "
+                "the whole step is repeated after a loss"
             )
         self._entered = True
         return self

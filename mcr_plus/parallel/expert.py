@@ -163,7 +163,7 @@ def dispatch(
         given = (expert_ids, experts, capacity, max_rows, compress, compress_back, group, backend)
         if any(each is not None for each in given) or load or tag != "expert":
             raise InvalidArgument(
-                "dispatch: with routing= expected x and weights alone, as the rest is part of it"
+                "dispatch: with routing= expected only x and weights; the routing has the other arguments"
             )
         return _again(routing, x, weights, async_op)
     comm = member_of(group)

@@ -393,7 +393,7 @@ class Routing:
         self._found = lists_of.received(self._counts, self._in.rows, np.concatenate(parts), own, self.tokens)
         if self._found.bad:
             raise BackendError(
-                f"{self._tag}.dispatch: an entry names a row that has not come; the data was damaged"
+                f"{self._tag}.dispatch: an entry names a row that was not received; the data is damaged"
             )
 
     def weights_there(self, exchange: ExpertExchange, weights: torch.Tensor) -> torch.Tensor:

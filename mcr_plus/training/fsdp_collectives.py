@@ -249,6 +249,6 @@ def checked_group(group: Any) -> McrProcessGroup:
     if group.is_destroyed:
         raise NotInitialized(
             "fsdp: the process group over which the model is sharded has been destroyed; if ranks have been "
-            "lost, mcr.fsdp_state puts the state together, for a new model over the ranks that are left"
+            "lost, mcr.fsdp_state rebuilds the state, for a new model over the remaining ranks"
         )
     return group

@@ -187,7 +187,7 @@ class SourceConnection:
             if self._failures == _FAILURES:
                 raise
             _log.warning(
-                "%s: from rank %d: %s; all weights are asked for instead", self._what, self.source, error
+                "%s: from rank %d: %s; requesting all weights instead", self._what, self.source, error
             )
             return 0
         self._failures = 0

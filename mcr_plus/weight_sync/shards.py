@@ -160,7 +160,7 @@ def _match(
         box = list(zip(low, high, strict=True))
         rank = int(there.members[there.starts[lacking[0]]])
         raise InvalidArgument(
-            f"sync: {tensor}: src={list(sources)}, and no rank of these holds all elements in {box}, which "
+            f"sync: {tensor}: no rank of src={list(sources)} holds all elements in {box}, which "
             f"rank {rank}{of_job} has; are all ranks that hold parts of the source in src?"
         )
 

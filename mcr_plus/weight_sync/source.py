@@ -142,7 +142,7 @@ class WeightSource:
             ranks = sorted(self._lost)
             raise PeerLost(
                 f"{self._what}: no receiver is left: {phrase_ranks(ranks)} closed the connection without a "
-                "word and did not come back",
+                "word and did not reconnect",
                 ranks,
                 self._what,
                 seen="connection closed",
@@ -250,11 +250,11 @@ class WeightSource:
             if superseded is not None:  # else its thread would hold an unfinished message
                 superseded.close()
             elif rank > JOINER:
-                _log.info("%s: %s has come", self._what, links.named(rank))
+                _log.info("%s: %s has joined", self._what, links.named(rank))
             while self._answer(link, rank, buffers):
                 pass
             if self._forget(rank, link) and rank > JOINER:
-                _log.info("%s: %s has gone", self._what, links.named(rank))
+                _log.info("%s: %s has left", self._what, links.named(rank))
         except StreamClosed:
             self._say_end(link)
         except (OSError, EOFError, BackendError) as error:
@@ -300,7 +300,7 @@ class WeightSource:
             if rank < JOINER:
                 self._lost[rank] = time.monotonic()
         _log.warning(
-            "%s: %s does not receive weights any more: %s (others go on)",
+            "%s: %s no longer receives weights: %s (others go on)",
             self._what, links.named(rank), error,
         )  # fmt: skip
 

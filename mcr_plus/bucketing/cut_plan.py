@@ -47,8 +47,8 @@ from mcr_plus.fusion.bucket import packed
 from mcr_plus.job.init import current
 
 _log = logging.getLogger("mcr_plus")
-_PLACES: Final = 24  # most places in a search; of more, evenly spread ones are used
-_SEARCHED: Final = 200  # most gradients; if there are more, small neighbours in a part stay together
+_PLACES: Final = 24  # maximum number of places in a search; if there are more, evenly spread ones
+_SEARCHED: Final = 200  # maximum number of gradients; beyond, small neighbours in a part stay together
 _NAMES: Final = {"whole": "uncut, by size", "blocks": "cut at every block, by size", "searched": "searched"}
 
 Plan = list[tuple[tuple[int, ...], Choice]]

@@ -43,7 +43,7 @@ class ComputeEvent(NamedTuple):
 
 
 class ReadyEvent(NamedTuple):
-    """The gradient of a parameter is ready to be sent. `like`: dtype and device, equal within a bucket."""
+    """Readiness of a parameter's gradient for sending. `like`: dtype and device, equal within a bucket."""
 
     param: str
     nbytes: int
@@ -51,13 +51,13 @@ class ReadyEvent(NamedTuple):
 
 
 class NeedEvent(NamedTuple):
-    """A module uses its parameters for the first time in this step."""
+    """First use of a module's parameters in this step."""
 
     module: str
 
 
 class IssueEvent(NamedTuple):
-    """The program starts an operation.
+    """Start of an operation by the program.
 
     `seconds`: its duration on the rank that waited least; None if unknown. `id`: equal on all participating
     ranks, and unique within a role. `nbytes`: counted as in `Signature.nbytes`; the value on this role if
@@ -77,7 +77,7 @@ class IssueEvent(NamedTuple):
 
 
 class WaitEvent(NamedTuple):
-    """The program waits for an operation."""
+    """Wait of the program for an operation."""
 
     id: int
 

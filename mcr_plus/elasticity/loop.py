@@ -185,7 +185,7 @@ class _Loop:
         self._asking: tuple[Work, torch.Tensor] | None = None
         self._applied = False  # whether the optimizer has made its step in the current iteration
         self._newcomers = Newcomers(model, optimizer, precopies=precopy)
-        self._receiver: StateReceiver | None = None  # until this process has the state
+        self._receiver: StateReceiver | None = None  # set until this process has the state
         self._precopy = precopy
         several = environment.launch_environment().world_size > 1
         joins = several and environment.restarts() > 0 and runtime.roster is None

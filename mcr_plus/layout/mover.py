@@ -117,7 +117,7 @@ class Mover:
     # -- binding ----------------------------------------------------------------------------------
 
     def _waves_within(self, memory: int | None) -> int:
-        """Return the number of waves, the same on all ranks; 1 if there is nothing to gain."""
+        """Return the number of waves, the same on all ranks; 1 if waves gain nothing."""
         plan = self.plan
         if plan.nodes is None or {each.program.name for each in plan.chosen} - {"direct", "gather"}:
             return 1

@@ -205,7 +205,7 @@ class _Choices:
         self.groups: dict[tuple[int, ...], Communicator] = {}
 
 
-_MOST: Final = 1024  # most pairs of specs on a mesh whose plans are kept
+_MOST: Final = 1024  # maximum number of pairs of specs on a mesh whose plans are kept
 
 
 class _Planned:
@@ -291,7 +291,7 @@ def _choose(
             type(each) is _StridedShard for each in (*current_spec.placements, *target_spec.placements)
         )
         theirs = None if strided else _volume_of_plan(current_spec, target_spec, ranks)
-    except _UNKNOWN:  # on all ranks
+    except _UNKNOWN:  # raised on all ranks alike
         return None
     if theirs is None and not strided:
         return None
@@ -307,7 +307,7 @@ def _choose(
         wrong = f"the local tensor has shape {list(local.shape)}"
     try:
         (plan,) = move.prepare((local.dtype,), wrong, local.device)
-    except (InvalidArgument, Unsupported):  # on all ranks
+    except (InvalidArgument, Unsupported):  # raised on all ranks alike
         return None
     if theirs is None:
         return move

@@ -38,7 +38,7 @@ Order = Sequence[int]
 _REDUCTIONS: Final = {"sum": "P"} | {
     op: f"P({op})" for op in ("avg", "max", "min", "product", "band", "bor", "bxor")
 }
-_KEPT: Final = 1024  # most layouts cached per mesh
+_KEPT: Final = 1024  # maximum number of layouts cached per mesh
 
 _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
 

@@ -29,7 +29,7 @@ from mcr_plus.errors import NotInitialized, Unsupported
 from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 _NO_BACKWARD: Final = -1
-_NAMED: Final = 4  # most names of parameters in an error
+_NAMED: Final = 4  # maximum number of names of parameters in an error
 _REDUCED: Final = "fsdp_params"  # parameter of FSDP2's foreach_reduce: the parameters that have gradients
 
 

@@ -68,8 +68,7 @@ class PlanAdvice:
     `plan`. `gap`: upper bound of the relative distance of `plan` to the best buckets: from the search if
     there is one channel, else the distance to `bound` (`to_bound`), which may be out of reach. `exact`: the
     buckets are optimal. `others`: the step under other plans, by name. `scaling`: the step on other numbers
-    of ranks. `what_ifs`: in order of gain, the largest first. `skipped`: changes that could not be simulated,
-    with the reasons.
+    of ranks. `what_ifs`: sorted by gain. `skipped`: changes that could not be simulated, with reasons.
     """
 
     plan: BucketPlan
@@ -110,6 +109,7 @@ def advise(
         raise InvalidArgument(f"ranks: {world}, but the cluster has {costs.topology.ranks}")
     for change in what_ifs:
         _check_change(step, costs, change)
+    # The plan itself gets a third of the time; the changes share the rest.
     end = perf_counter() + seconds
     found = searched(step, costs, world, until=perf_counter() + seconds / 3, codec=codec)
     plan = found.plan

@@ -155,9 +155,7 @@ class AutoPlan:
         return self._end()
 
     def incomplete(self) -> ExecutablePlan | None:
-        """Record a pass in which the first rank lacked a new gradient of some parameter; returns like
-        `after`.
-        """
+        """Record a pass without a new gradient of some parameter on the first rank; returns like `after`."""
         self._incomplete += 1
         if self._incomplete < _INCOMPLETE:
             return None
@@ -360,8 +358,7 @@ def _measured(
 ) -> dict[Choice, BucketCurve]:
     """Return the costs of buckets for each library, with each of these codecs and with the codec of `policy`.
 
-    If a library is named, a stage `hierarchical` skips the operation. So the pipeline's own choice is
-    measured, too.
+    If a library is named, a stage `hierarchical` skips the operation. Then the pipeline's choice is measured.
     """
     libraries: list[str | None] = [*comm.pipeline.libraries] if policy.backend is None else [policy.backend]
     if policy.backend is None and comm.stage_options("hierarchical") is not None:
@@ -391,14 +388,14 @@ def begun(
 ) -> AutoPlan | None:
     """Measure the costs of buckets, and return the trial; None, with a warning, for unsupported gradients.
 
-    Collective. `named`: parameters, at least one; `entries`: an entry for each. Other arguments: see
-    `AutoPlan`.
+    Collective. `named`: at least one parameter; `entries`: one for each. Other arguments: see `AutoPlan`.
 
     Raises `ConfigError` for codecs that a plan cannot choose.
     """
     for codec in limits.codecs:
         if (problem := not_choosable(codec, comm.config)) is not None:
             raise ConfigError(f"fuse.codecs: {problem}")
+    # Unsupported gradients are no error: they keep their buckets by size.
     reason = None
     device = named[0][1].device
     if device.type != "cpu":
@@ -415,6 +412,7 @@ def begun(
         total = sum(entry.nbytes for entry in entries)
         curves = _measured(comm, dtype, device, total, policy, limits.codecs, issue)
         reason = None if curves else "no library supports their all_reduce"
+        # Keep plain costs of the whole job for `mcr.capture`, which stores them in its step.
         if comm.size == current().world.size and not policy.encoded:
             current().attached[MEASURED] = {
                 choice.library: Probed(

@@ -30,7 +30,7 @@ from mcr_plus.tables.scaling import Placement
 
 _ALIGNMENT: Final = 64  # bytes
 _POINTS: Final = 16  # points of a curve per doubling of the size
-_TRIED: Final = 400  # most changes to try
+_TRIED: Final = 400  # maximum number of changes to try
 _WORTH: Final = 1e-4  # smallest relative gain of the step that justifies a change
 _CUTS: Final = 8  # a large bucket may be cut between this many parts
 

@@ -253,9 +253,7 @@ class Capture(OperationHook):
         return self._active and self._hold
 
     def ready(self, param: torch.Tensor) -> None:
-        """Record a ready gradient, see `OperationHook`. A reducer calls this before sending; repeats are
-        ignored.
-        """
+        """Record a ready gradient, see `OperationHook`. A reducer's call comes first; repeats are ignored."""
         name, task = self._names.get(id(param)), torch._C._current_graph_task_id()
         if name is None or not self._active or self._tasks.get(id(param)) == task:
             return

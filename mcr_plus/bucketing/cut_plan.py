@@ -47,8 +47,8 @@ from mcr_plus.fusion.bucket import packed
 from mcr_plus.job.init import current
 
 _log = logging.getLogger("mcr_plus")
-_PLACES: Final = 24  # most places in a search; of more, evenly spread ones are used
-_SEARCHED: Final = 200  # most gradients; if there are more, small neighbours in a part stay together
+_PLACES: Final = 24  # maximum number of places in a search; if there are more, evenly spread ones
+_SEARCHED: Final = 200  # maximum number of gradients; beyond, small neighbours in a part stay together
 _NAMES: Final = {"whole": "uncut, by size", "blocks": "cut at every block, by size", "searched": "searched"}
 
 Plan = list[tuple[tuple[int, ...], Choice]]
@@ -204,8 +204,7 @@ class CutPlan(AutoPlan):
     def _in_parts(self, cut: Captured) -> tuple[Captured, list[Stretch]]:
         """Return the gradients ordered by part, last part first, and the number in each part.
 
-        The parts come from the graph, not from measured times, so noise cannot move a gradient into a
-        neighbouring part.
+        The parts come from the graph, not from measured times, so noise cannot move a gradient between parts.
         """
         parts: list[GraphPart] = [GraphPart((), ()), *self.call.parts()]
         place = {name: at for at, part in enumerate(parts) for name in part.parameters}

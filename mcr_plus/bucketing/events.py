@@ -347,7 +347,7 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
                             begin[beginning] = q
                             beginning += 1
 
-        # operations that begin, and operations that share links with them or with the ended operation
+        # Update operations that begin, and operations that share links with them or with the ended operation
         turn += 1
         reached = 0
         for i in range(beginning):

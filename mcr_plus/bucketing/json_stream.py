@@ -23,7 +23,7 @@ from typing import IO, Any, Final, NamedTuple, cast
 from mcr_plus.errors import ConfigError, short
 
 _CHUNK: Final = 1 << 20  # bytes
-_LARGEST: Final = 1 << 23  # most characters of a value; decoding takes eight times as much memory
+_LARGEST: Final = 1 << 23  # maximum number of characters of a value; decoding takes 8 times the memory
 _EXPECTED: Final = "a step that `step.save` wrote, or a trace of torch's profiler"
 _SPACE: Final = " \t\n\r"
 _OF_NUMBERS: Final = "0123456789.eE+-"

@@ -5,8 +5,7 @@
 
 The model:
 
-- A rank repeats the captured computation, at the rate 1 - the sum of the core shares of its operations in
-  flight.
+- A rank repeats the captured computation, at the rate 1 - the core shares of its operations in flight.
 - Each group has a queue for each library, in which operations run one after another. An operation begins when
   all ranks of the group have arrived: each has issued it, and its predecessor has ended. If the
   program drives progress (`by_caller`) of a library that must be polled, a rank arrives when the program
@@ -240,6 +239,7 @@ class _Simulation:
         count, total = len(self.sent), len(links)
         if not fold:
             return np.arange(self.world), np.arange(count), np.arange(total), links
+        # Initial colours: programs, costs of operations, and classes of links.
         alike: dict[object, int] = {}
         rank = _numbers([alike.setdefault(_likeness(each), len(alike)) for each in self.programs])[
             self.of_rank
@@ -264,6 +264,7 @@ class _Simulation:
         link = _numbers(kinds.tolist())
         who, slot = np.nonzero(self.queue_of >= 0)
         of = self.queue_of[who, slot]
+        # Refine until no colour splits: equal colours then have equal neighbours, so their times are equal.
         before = -1
         while True:
             distinct = len(np.unique(rank)) + len(np.unique(queue)) + len(np.unique(link))

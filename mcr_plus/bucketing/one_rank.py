@@ -12,7 +12,7 @@ from mcr_plus.bucketing.trace_operations import TracedOperation, operations
 from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.errors import ConfigError, short
 
-_MOST: Final = 1 << 16  # most ranks of the job
+_MOST: Final = 1 << 16  # maximum number of ranks of the job
 
 _Group = tuple[int, ...]
 

@@ -30,11 +30,11 @@ _SMALLEST: Final = 4 << 10
 _LARGEST: Final = 4 << 20  # beyond this, time grows with size
 _FACTOR: Final = 8
 _SECONDS: Final = 2.0  # time limit of all measurements together
-_MOST: Final = 9  # most repetitions of a size
+_MOST: Final = 9  # maximum number of repetitions of a size
 _FIRST: Final = 2  # operations before a measurement
 _PARTS: Final = 4.2  # duration of a measurement in trains: alone, computation, and both together
 _TRAIN: Final = 2 << 20  # bytes of a train
-_LONGEST: Final = 8  # most operations in a train
+_LONGEST: Final = 8  # maximum number of operations in a train
 _EDGE: Final = 160  # size of the square matrices multiplied meanwhile: about a tenth of a millisecond
 
 

@@ -88,8 +88,7 @@ class CapturedProgram:
 class ProgramBuilder:
     """Builder of a role's program, with its gradients sent according to the plan.
 
-    `sent`: gradients that the role sends, including gradients that are ready only on other ranks. `sizes`:
-    bytes of the gradients.
+    `sent`: gradients that the role sends, including those ready only on other ranks. `sizes`: their bytes.
     """
 
     def __init__(

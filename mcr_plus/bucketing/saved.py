@@ -132,6 +132,7 @@ class SavedPlan(BaseModel):
             return (
                 f"shapes or dtypes of parameters differ: the model is {model}, the plan is for {self.model}"
             )
+        # Buckets fit the model, but were chosen for the costs of a certain cluster and its tables.
         for what, here, there in (
             ("ranks", ranks, self.ranks),
             ("nodes", nodes, self.nodes),

@@ -9,7 +9,7 @@ of the library's algorithms (`tables/scaling`), from another dtype, or from size
 latency and bandwidth of the links are known, or part of the time was not measured, such as a codec's
 encoding.
 
-This file is long because measurements, their links and their scaling must agree.
+Long because measurements, their links and their scaling must agree.
 """
 
 from __future__ import annotations
@@ -363,6 +363,7 @@ class ClusterCosts:
         candidates = algorithms(kind, library)
         own = self._own(kind, library)
         here = [each for each in own if each.at == to] if self._is_here(to) else []
+        # Best: measured on ranks with this placement.
         if here:
             found = here[0].estimate(nbytes)
             how: How = {"measured": "measured", "at_least": "assumed"}.get(found.figure, "scaled")  # type: ignore[assignment]
@@ -376,6 +377,7 @@ class ClusterCosts:
                 _weakest(how, here[0].how(self._like)), _weakest(share_how, shared.how(self._like)),
             )  # fmt: skip
             return cost, min((each(nbytes, to, after.shared) for each in candidates), key=len, default=())
+        # Else scale the closest measurement that the rounds of an algorithm explain.
         for each in sorted(own, key=lambda each: _far(each.at, to)):
             scaled = [
                 (seconds, algorithm)
@@ -389,6 +391,7 @@ class ClusterCosts:
                 how = "scaled" if self._is_explained(each.at, to) else "assumed"
                 cost = Cost(seconds, share, _weakest(how, like), _weakest("scaled", share_how, like))
                 return cost, best(nbytes, to, after.shared)
+        # Else assume times from latency and bandwidth of the links.
         known = [
             (seconds, algorithm)
             for algorithm in candidates or algorithms(kind, "")
@@ -404,9 +407,7 @@ class ClusterCosts:
         return Cost(seconds, 0.0, "assumed"), best(nbytes, to, after.shared)
 
     def _own(self, kind: str, library: str) -> list[Measured]:
-        """Return the measurements of a kind by a library, placed in racks, sorted by similarity of the
-        tensors.
-        """
+        """Return the measurements of a kind by a library, placed in racks; the most similar tensors first."""
         if (kind, library) not in self._placed:
             rack = (self.measured_on or self.topology).links.rack
             alone: list[Measured] = []

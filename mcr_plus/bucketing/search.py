@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from mcr_plus.kernels.cpu import compiled
 
 Floats = NDArray[np.float64]
-_LABELS: Final = 1024  # most labels of a gradient; `FoundPlan.exact` is True if they sufficed
+_LABELS: Final = 1024  # maximum number of labels of a gradient; `FoundPlan.exact` is True if they sufficed
 _BEAMS: Final = (8, 64, 512)  # smaller limits to try first: their results exclude most labels
 _SECONDS: Final = 2.0
 _ROUNDING: Final = 1e-9  # bounds and labels add the same numbers in a different order

@@ -58,8 +58,7 @@ def simulate(
     """Simulate a step.
 
     Args:
-        marks: seconds of computation after which each gradient is ready, ascending. compute: total seconds
-            of computation.
+        marks: seconds of computation before each gradient is ready, ascending. compute: total seconds.
         last: index in `marks` of the last gradient of each bucket, in the order of sending.
         seconds, shares: for each bucket, its duration when alone and its share of the core meanwhile.
         overhead: seconds of computation to issue a bucket. by_caller: whether the program drives progress,

@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 CLASSES: Final[tuple[LinkClass, ...]] = ("inside", "nic", "uplink")
 """Link classes, in the order of the columns of `Queues.busy`."""
 _RANKED: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")
-_LONGEST: Final = 10_000  # most parts of a critical path
+_LONGEST: Final = 10_000  # maximum number of parts of a critical path
 _MATTERS: Final = 0.01  # smallest relevant fraction of the step
 
 

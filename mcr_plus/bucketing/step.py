@@ -43,7 +43,7 @@ class ComputeEvent(NamedTuple):
 
 
 class ReadyEvent(NamedTuple):
-    """The gradient of a parameter is ready to be sent. `like`: dtype and device, equal within a bucket."""
+    """Readiness of a parameter's gradient for sending. `like`: dtype and device, equal within a bucket."""
 
     param: str
     nbytes: int
@@ -51,13 +51,13 @@ class ReadyEvent(NamedTuple):
 
 
 class NeedEvent(NamedTuple):
-    """A module uses its parameters for the first time in this step."""
+    """First use of a module's parameters in this step."""
 
     module: str
 
 
 class IssueEvent(NamedTuple):
-    """The program starts an operation.
+    """Start of an operation by the program.
 
     `seconds`: its duration on the rank that waited least; None if unknown. `id`: equal on all participating
     ranks, and unique within a role. `nbytes`: counted as in `Signature.nbytes`; the value on this role if
@@ -77,7 +77,7 @@ class IssueEvent(NamedTuple):
 
 
 class WaitEvent(NamedTuple):
-    """The program waits for an operation."""
+    """Wait of the program for an operation."""
 
     id: int
 
@@ -120,8 +120,7 @@ class RankStep(NamedTuple):
 class Probed(NamedTuple):
     """The job's own measurement of one library.
 
-    `sizes`: bytes, ascending. `seconds`, `shares`: for each size, duration of an operation and its share of
-    a core.
+    `sizes`: bytes, ascending. `seconds`, `shares`: for each size, duration and share of a core.
     """
 
     kind: str
@@ -157,8 +156,7 @@ class CapturedStep:
         """Read a file written by `save`.
 
         Raises:
-            ConfigError: the file cannot be read, or is not a step of version 1; the text has file, line and
-                key.
+            ConfigError: the file cannot be read, or is no step of version 1; the text has file, line and key.
         """
         from mcr_plus.bucketing.step_file import read  # only reading needs its models
 
@@ -219,6 +217,7 @@ class CapturedStep:
                 )
         if count < least:
             raise InvalidArgument(f"{count} steps; expected at least {least}, each with an optimizer.step()")
+        # The slowest rank determines a step, so its times decide which first steps still compile.
         longest = [max(steps[index].seconds for steps in per_rank.values()) for index in range(count)]
         warm = next(i for i, seconds in enumerate(longest) if seconds <= _WARM * median(longest))
         middle = median(longest[warm:])
@@ -235,6 +234,7 @@ class CapturedStep:
                 *notes,
                 f"only {fewest} of {count} steps have the same events; times are medians of few samples",
             )
+        # Number the operations: an id must be equal on all ranks of an operation.
         seconds = _shortest(usual)
         numbers = {key: number for number, key in enumerate(seconds)}
         spread = (max(longest[warm:]) - min(longest[warm:])) / middle

@@ -35,7 +35,7 @@ _RATES: Final = {
     "KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
 }  # fmt: skip
 _LATENCIES: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST: Final = 1 << 20  # most nodes, and most ranks of a node
+_MOST: Final = 1 << 20  # maximum number of nodes, and most ranks of a node
 
 Scope = Literal["rank", "node"]
 

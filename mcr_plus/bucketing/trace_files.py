@@ -1,6 +1,6 @@
 """Incremental reading of Kineto's JSON and of execution traces: the data of one rank's steps."""
 
-# This file is long because profilers of several versions write events and sizes in several forms.
+# Long because profilers of several versions write events and sizes in several forms.
 
 from __future__ import annotations
 

@@ -121,8 +121,7 @@ def reconfigure_handle() -> str:
     """Return a text with which `mcr.reconfigure` can make this process a rank of another world.
 
     It is valid for the current world of the process, even after a failure; a later world has another
-    handle. Pass it to the other processes by any means. A process alone in its job, such as a newcomer,
-    has a handle too.
+    handle. Pass it to the other processes by any means. A process alone in its job (a newcomer) has one, too.
 
     Raises:
         NotInitialized: `init` has not been called.

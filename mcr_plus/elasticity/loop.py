@@ -78,8 +78,8 @@ class ElasticStep:
     def __enter__(self) -> ElasticStep:
         if self._entered:
             raise InvalidArgument(
-                f"elastic: step {self.number} has had a `with` block; put all of a step into one block, as "
-                "all of it is repeated after a loss"
+                f"elastic: step {self.number} has had a `with` block; put the whole step into one block, as "
+                "the whole step is repeated after a loss"
             )
         self._entered = True
         return self
@@ -111,8 +111,7 @@ def elastic(
     steps, so no checkpoint is needed: a rank that had not completed the last step receives the state of one
     that had. A process restarted by `mcr-plus run --min-ranks` is alone in its job until its loop begins. The
     others take it in between two steps and send it model, optimizer and `state`; with `precopy`, model and
-    optimizer travel beforehand, while they train. The first rank that went on reports each change in one line
-    on stderr.
+    optimizer travel beforehand, while they train. The first rank that went on reports each change on stderr.
 
     Ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each step, and
     divide its data among the current ranks. Earlier communicators are then revoked, and have
@@ -186,7 +185,7 @@ class _Loop:
         self._asking: tuple[Work, torch.Tensor] | None = None
         self._applied = False  # whether the optimizer has made its step in the current iteration
         self._newcomers = Newcomers(model, optimizer, precopies=precopy)
-        self._receiver: StateReceiver | None = None  # until this process has the state
+        self._receiver: StateReceiver | None = None  # set until this process has the state
         self._precopy = precopy
         several = environment.launch_environment().world_size > 1
         joins = several and environment.restarts() > 0 and runtime.roster is None
@@ -323,9 +322,7 @@ class _Loop:
         return Proposal(least=self._least, patient=True)
 
     def _regroup(self) -> None:
-        """Go on with the remaining ranks and the processes that wait to join; repeat if a rank is lost
-        meanwhile.
-        """
+        """Go on with the remaining ranks and waiting processes; repeat if a rank is lost meanwhile."""
         began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None

@@ -116,7 +116,7 @@ class StateReceiver:
             self._link.close()
         self._thread = self._link = None
         self._came = queue.Queue(_AHEAD)
-        if self.is_ready:  # it is taken in anyway
+        if self.is_ready:  # the job takes it in anyway
             self._over = self._closed = True
             return
         if self._attempt < TRIES:

@@ -172,7 +172,7 @@ class StateSource:
 
     def _say(self, why: str) -> None:
         if not self._closed:
-            _log.info("elastic: a newcomer gets its state from this rank no more: %s", why)
+            _log.info("elastic: this rank no longer sends a newcomer its state: %s", why)
 
     def _accepted(self) -> StreamConnection:
         """Return the newcomer's connection; silent connections of others do not delay it."""
@@ -188,7 +188,7 @@ class StateSource:
                     return came.get()
         finally:
             acceptor.close()
-        raise EOFError("it has not come")
+        raise EOFError("it has not connected")
 
     def _greet(
         self, acceptor: Acceptor, connection: socket.socket, came: SimpleQueue[StreamConnection]

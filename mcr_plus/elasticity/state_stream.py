@@ -75,8 +75,7 @@ def send(link: StreamConnection, secret: bytes, name: str, message: StateMessage
 def receive(link: StreamConnection, secret: bytes, name: str) -> tuple[int, Any]:
     """Return the kind and state of the next message, with tensors in CPU memory.
 
-    Raises like `StreamConnection.receive`, and `BackendError` for an unsigned message, which is not
-    unpickled.
+    Raises like `StreamConnection.receive`, and `BackendError` for an unsigned message without unpickling it.
     """
     kind, nbytes, length, _ = link.head(_LARGEST)
     if length > min(nbytes, _LARGEST_OUTLINE):

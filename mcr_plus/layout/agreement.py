@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcr_plus.layout.plan import Spec
 
 TAG: Final = "redistribute"
-_NAMED: Final = 8  # most ranks named in an error
+_NAMED: Final = 8  # maximum number of ranks named in an error
 
 
 def agree_on_specs(

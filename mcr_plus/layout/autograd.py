@@ -56,8 +56,7 @@ def redistribute(
         The local tensor in `target`, with its local shape and the dtype of `x`. A rank without a part gets
         an empty tensor of shape [0]. All ranks of the group must run backward through their result: for an
         empty tensor `y`, `y.square().sum()` is 0 and may be a loss (`y.sum()` too, but it has no gradients of
-        gradients). If gradients are enabled, a rank that passes None assumes that `x` requires gradients on
-        the other ranks.
+        gradients). If gradients are enabled, a rank that passes None assumes them elsewhere.
 
     Raises:
         InvalidArgument: as in `mcr.redistribute`, and if `target` is partial or `replicas` unknown.

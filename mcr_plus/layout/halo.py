@@ -190,11 +190,9 @@ class Halo:
 
     @cached_property
     def _back(self) -> tuple[Layout, Layout, Ints]:
-        """Return both layouts of the backward exchange, and the order of the boxes of `layers` among all
-        overlaps.
+        """Return both layouts of the backward exchange, and the order of boxes in `layers` among overlaps.
 
-        `copies`: the boxes of the target as layers. `layers`: for each rank, other ranks' copies of its
-        elements.
+        `copies`: the boxes of the target as layers. `layers`: other ranks' copies of each rank's elements.
         """
         source, target = self.source, self.target
         shape = (len(target.owners), *source.shape)

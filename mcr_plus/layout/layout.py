@@ -1,6 +1,6 @@
 """Layouts: the boxes of a global tensor that each rank holds, and their positions in its local tensor.
 
-This file is long because it is one class, half of it constructors.
+Long because it is one class, half of it constructors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPS: Final[Mapping[str, Op]] = {
     "P": "SUM", "P(sum)": "SUM", "P(avg)": "AVG", "P(max)": "MAX", "P(min)": "MIN", "P(product)": "PRODUCT",
     "P(band)": "BAND", "P(bor)": "BOR", "P(bxor)": "BXOR",
 }  # fmt: skip
-_NAMED: Final = 8  # most ranks of a mesh in the name of a layout
+_NAMED: Final = 8  # maximum number of ranks of a mesh in the name of a layout
 _PLACEMENTS: Final = (
     "R (replicated), S0, S1, … (sharded along a dimension), P (an addend of a sum), P(avg), P(max), P(min), "
     "P(product), P(band), P(bor), P(bxor)"

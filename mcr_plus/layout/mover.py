@@ -117,7 +117,7 @@ class Mover:
     # -- binding ----------------------------------------------------------------------------------
 
     def _waves_within(self, memory: int | None) -> int:
-        """Return the number of waves, the same on all ranks; 1 if there is nothing to gain."""
+        """Return the number of waves, the same on all ranks; 1 if waves gain nothing."""
         plan = self.plan
         if plan.nodes is None or {each.program.name for each in plan.chosen} - {"direct", "gather"}:
             return 1
@@ -208,6 +208,7 @@ class Mover:
         """Return the rounds of an exchange. `moved`: bytes of each tensor on the fullest rank."""
         whole: dict[int, int] = {}  # the round of each tensor with addends
         first, number = 0, 1  # for the other tensors
+        # Tensors with addends are not cut: they fill whole rounds first. The others share the later rounds.
         if memory is not None and not self.waves:
             room = max(1, memory // _SLOTS)
             last = filled = 0
@@ -224,6 +225,7 @@ class Mover:
         order = {rank: index for index, rank in enumerate(self.comm.ranks)}
         count = self._wave_count if self.waves else first + number
         found = [ExchangeRound(f"{index + 1} of {count}") for index in range(count)]
+        # Lay the boxes of each round out in its buffers, by peer, as the operation needs them.
         for is_send, parts in ((True, sends), (False, receives)):
             if self.waves:
                 rounds = cut_in_waves(parts, order, self.waves, count)
@@ -315,9 +317,7 @@ class Mover:
         run.finish()
 
     def _remember(self, run: PlanRun, sources: Locals, outputs: Locals) -> None:
-        """Record the run if its tensors are the same as in the previous run, so that the next run can replay
-        it.
-        """
+        """Record the run for replay by the next run, if its tensors are those of the previous run."""
         tensors = [*outputs, *sources]
         like = next((each for each in tensors if each is not None), None)
         ids = list(map(id, tensors))

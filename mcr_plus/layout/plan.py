@@ -159,6 +159,7 @@ def make_plan(
             else [each for each in some if each.steps]
             for spec, some in zip(specs, found, strict=True)
         ]
+    # Every rank knows only its own loads: agree on the largest before comparing costs.
     different = {
         id(program): (spec, program) for spec, some in zip(specs, found, strict=True) for program in some
     }
@@ -172,10 +173,12 @@ def make_plan(
     loads, crossing = _agree_on_loads(comm, loads, nodes)
     seconds = costs_of(comm, nodes).seconds(loads, crossing.max(axis=0)).sum(axis=1)
     total = crossing[..., 0].sum(axis=(0, 2))
+    # Infinite costs exclude programs that would leave replicas with different bits.
     if lossy:
         for at, (_, program) in enumerate(different.values()):
             if loads[at].any() and not keeps_replicas(program):
                 seconds[at] = np.inf
+    # Choose in the order of tensors: earlier ones have the first claim on the budget.
     chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
     room = room or Room(comm, None)
     for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
@@ -196,8 +199,7 @@ def _cheapest(
 ) -> ExchangeProgram:
     """Return the cheapest program of a tensor whose native collectives fit into `room`.
 
-    Raises `Unsupported` if all other programs have infinite costs: they would make the bits of replicas
-    differ.
+    Raises `Unsupported` if all other programs have infinite costs, as they make the bits of replicas differ.
     """
     pair = spec.source, spec.target, spec.dtype.itemsize
     usable = [

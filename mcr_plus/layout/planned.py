@@ -205,7 +205,7 @@ class _Choices:
         self.groups: dict[tuple[int, ...], Communicator] = {}
 
 
-_MOST: Final = 1024  # most pairs of specs on a mesh whose plans are kept
+_MOST: Final = 1024  # maximum number of pairs of specs on a mesh whose plans are kept
 
 
 class _Planned:
@@ -274,8 +274,7 @@ def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Te
 def _choose(
     choices: _Choices, local: torch.Tensor, current_spec: Any, target_spec: Any
 ) -> Redistribution | None:
-    """Return a redistribution that moves less than DTensor's plan, or replaces a possibly wrong one; else
-    None.
+    """Return a redistribution if it moves less than DTensor's plan, or if that may be wrong; else None.
 
     The choice is the same on all ranks of the mesh. Collective over them, unless the lower bound shows that
     DTensor's plan is as good. DTensor misreads shards if a strided shard encodes no order of cuts.
@@ -292,7 +291,7 @@ def _choose(
             type(each) is _StridedShard for each in (*current_spec.placements, *target_spec.placements)
         )
         theirs = None if strided else _volume_of_plan(current_spec, target_spec, ranks)
-    except _UNKNOWN:  # on all ranks
+    except _UNKNOWN:  # raised on all ranks alike
         return None
     if theirs is None and not strided:
         return None
@@ -308,7 +307,7 @@ def _choose(
         wrong = f"the local tensor has shape {list(local.shape)}"
     try:
         (plan,) = move.prepare((local.dtype,), wrong, local.device)
-    except (InvalidArgument, Unsupported):  # on all ranks
+    except (InvalidArgument, Unsupported):  # raised on all ranks alike
         return None
     if theirs is None:
         return move

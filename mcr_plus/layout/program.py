@@ -179,14 +179,14 @@ def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
 def sliced(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
 ) -> Layout | None:
-    """Return the layout in which each rank holds its elements and a slice of elements that it and others
-    lack.
+    """Return the layout in which each rank holds its elements, and a slice of commonly lacking ones.
 
     Slices lie inside the target's local tensors. None if every element is lacked by at most as many ranks as
     hold it, or if there would be too many slices.
     """
     have, need = source.regions, target.target_regions
     nodes = None if nodes is None or len(np.unique(nodes)) == 1 else nodes
+    # Slices pay off only if several ranks need an element; large cases would take too long to plan.
     if (
         target.overlaps
         or int(need.counts.max(initial=0)) < 2

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from mcr_plus.communicator.calls import Compress
 
-_KEPT: Final = 1024  # most cached redistributions of a group
-_BUFFERS: Final = 256 << 20  # most bytes of their buffers between calls
+_KEPT: Final = 1024  # maximum number of cached redistributions of a group
+_BUFFERS: Final = 256 << 20  # maximum bytes of their buffers between calls
 
 
 def redistribute(

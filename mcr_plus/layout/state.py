@@ -394,9 +394,7 @@ class Redistribution:
         return Mover(self._comm, plan, self._options, memory, self._pool, self._device)
 
     def _chain(self, movers: Sequence[_Named], locals_: Mapping[str, Local]) -> Chain | None:
-        """Return one run that moves the dtypes one after another through a shared buffer; None without a
-        bound.
-        """
+        """Return one run that moves the dtypes in turn through a shared buffer; None without a bound."""
         sizes = [mover.nbytes for _, mover in movers if isinstance(mover, Mover)]
         if self._pool is None or len(sizes) < 2:
             return None

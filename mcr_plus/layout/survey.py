@@ -155,6 +155,7 @@ def survey(
         loads = np.zeros((len(ranks), max(len(program.steps), 1), len(LOADS)), np.int64)
         links = np.zeros([int(node_of.max()) + 1] * 2, np.int64)
         wrong: str | None = None
+        # Without a job, check here what each rank would prove for itself.
         if one is not None:
             wrong = proof.check_native(one, source, target, ranks)
             for at, rank in enumerate(ranks):

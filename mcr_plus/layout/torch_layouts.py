@@ -38,7 +38,7 @@ Order = Sequence[int]
 _REDUCTIONS: Final = {"sum": "P"} | {
     op: f"P({op})" for op in ("avg", "max", "min", "product", "band", "bor", "bxor")
 }
-_KEPT: Final = 1024  # most layouts cached per mesh
+_KEPT: Final = 1024  # maximum number of layouts cached per mesh
 
 _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
 
@@ -147,8 +147,7 @@ def layout_on(
 ) -> Layout:
     """Return the layout of a tensor on a mesh of ranks of the job.
 
-    `order`: order in which the mesh dimensions cut the tensor; None: the order of the mesh, with strided
-    shards as in torch.
+    `order`: order in which the mesh dimensions cut the tensor; None: mesh order, strided as in torch.
 
     Raises:
         Unsupported: a placement is not one of torch's own, or has a reduce op that torch does not have.

@@ -106,7 +106,7 @@ def check_call(inner: torch.optim.Optimizer, closure: object, scaler: object, *,
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InvalidArgument(f"scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
     if closure is not None and scaler is not None:
-        raise InvalidArgument("closure: torch's GradScaler makes no steps with a closure; pass one of both")
+        raise InvalidArgument("closure: torch's GradScaler does not support a closure; pass only one of them")
     if closure is not None and warmup:
         raise InvalidArgument(
             "closure: in the warm-up ranks average gradients, and an optimizer may call its closure more "

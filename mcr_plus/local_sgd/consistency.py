@@ -59,7 +59,7 @@ def agree(local: LocalSteps) -> int:
             if other.settings[name] != value:
                 raise InvalidArgument(
                     f"{name}: {value} on {named(comm.rank)}, but {other.settings[name]} on {named(rank)}; "
-                    "ranks pass the same"
+                    "expected the same on all ranks"
                 )
     number = max(each.number for each in answers)
     over = set(range(number)).difference(*(each.live for each in answers))
@@ -149,9 +149,9 @@ def compare_digests(local: LocalSteps, fragment: Fragment, digests: Sequence[int
         others = [rank for rank, each in enumerate(digests) if each != usual]
         named = local.comm.opened.group.named
         raise ResultMismatch(
-            f"{fragment.tag}: other outer parameters on {named(*others)} than on the rest, after "
+            f"{fragment.tag}: outer parameters on {named(*others)} differ from the rest, after "
             f"{fragment.rounds} outer steps with compress={local.settings.compress!r} and "
-            f"{type(fragment.optimizer).__name__}; all of it must give ranks the same bits"
+            f"{type(fragment.optimizer).__name__}; each must compute the same bits on all ranks"
         )
 
 

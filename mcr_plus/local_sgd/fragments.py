@@ -89,8 +89,7 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradient(self, gate: torch.dtype | None) -> torch.Tensor:
-        """Return outer minus model parameters, flat; with `gate` only changes visible to a pass in that
-        dtype.
+        """Return outer minus model parameters, flat; with `gate` only what a pass in that dtype sees.
 
         The rest is added to the next pseudo-gradient (PULSELoCo, 2026).
         """

@@ -61,10 +61,9 @@ def local(
         SparseLoCo      outer=partial(SGD, lr=1.0), compress={"codec": "topk", "ratio": 1 / 64,
                         "error_feedback": {"decay": 0.95}}: the feedback replaces the outer momentum
                         (Sarfi et al. 2025, arXiv 2508.15706)
-        PULSELoCo       gate="bf16": only changes visible to a pass in bfloat16 are sent, the rest later
-        (2026) Local SGD       outer=partial(SGD, lr=1.0): the mean of the parameters (Stich 2019, arXiv
-        1805.09767) PostLocalSGD    the same, with warmup=1000: gradients are averaged in each of the first
-                        steps
+        PULSELoCo       gate="bf16": only changes visible to a pass in bfloat16 are sent at once (2026)
+        Local SGD       outer=partial(SGD, lr=1.0): the mean of the parameters (Stich 2019, arXiv 1805.09767)
+        PostLocalSGD    the same, with warmup=1000: gradients are averaged in each of the first steps
                         (Lin et al. 2020, arXiv 1808.07217)
         EASGD           outer=partial(SGD, lr=β), mix=α: outer parameters move toward the mean of the models,
                         and the models toward the new outer parameters (Zhang et al. 2015, arXiv
@@ -100,8 +99,7 @@ def local(
 
     Raises:
         InvalidArgument: an argument has a wrong type or range, there are more fragments than layers, a codec
-            cannot carry the fragments, the model is wrapped or sharded, or another rank has other
-            parameters or settings.
+            cannot carry the fragments, the model is wrapped or sharded, or another rank has other settings.
 
     Example:
         ```python
@@ -454,8 +452,7 @@ class LocalSteps:
         """Load the result of `state_dict`, after the model's state, which stays unchanged.
 
         Raises:
-            InvalidArgument: the state has another form, or other fragments; or another `every` and is from
-                the middle of a window.
+            InvalidArgument: the state has another form, or other fragments; or `every` in a window.
         """
         restore(self, state)
 

@@ -128,15 +128,12 @@ def dispatch(
             as float64). `combine` computes their gradients. None: all are 1.
         experts: number of experts on all ranks together. Ranks may have none.
         routing: routing of an earlier dispatch, in place of `expert_ids`, `experts`, `capacity`, `max_rows`,
-            `load`, `compress`, `compress_back`, `group`, `backend` and `tag`. `x` has the same number of
-                tokens, and any
-                width.
+            `load`, `compress`, `compress_back`, `group`, `backend` and `tag`. `x` has as many tokens.
         capacity: most choices of this rank that an expert accepts: first choices before second choices,
             each in the order of tokens. Further choices are dropped. None: no limit.
         max_rows: most tokens that any rank sends to any other, the same on all ranks. Messages then have
             this fixed size and include the counts. Pays off for few tokens.
-        load: also return how many tokens of all ranks chose each expert, for balancing losses and
-            biases.
+        load: also return how many tokens of all ranks chose each expert, to balance losses and biases.
         compress: None, `bf16` or `fp8_block` (e4m3 with a float32 scale for each 256 values of a token):
             format of tokens on the way to the experts and, in the backward pass, of gradients of answers.
             Rows that stay on their rank are exact.
@@ -166,7 +163,7 @@ def dispatch(
         given = (expert_ids, experts, capacity, max_rows, compress, compress_back, group, backend)
         if any(each is not None for each in given) or load or tag != "expert":
             raise InvalidArgument(
-                "dispatch: with routing= expected x and weights alone, as the rest is part of it"
+                "dispatch: with routing= expected only x and weights; the routing has the other arguments"
             )
         return _again(routing, x, weights, async_op)
     comm = member_of(group)
@@ -190,6 +187,7 @@ def dispatch(
     detached = x.detach().contiguous()
     plain = None if weights is None else weights.detach().contiguous()
     way = made.way_there(detached, plain, lists=True)
+    # With a bound, sizes are known in advance and counts travel along; otherwise counts go first.
     if bound is not None and comm.size > 1:
         way = made.bounded(way, header, bound)
         exchange = made.start_there(way, detached, plain, header, async_op)

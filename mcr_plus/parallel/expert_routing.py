@@ -393,7 +393,7 @@ class Routing:
         self._found = lists_of.received(self._counts, self._in.rows, np.concatenate(parts), own, self.tokens)
         if self._found.bad:
             raise BackendError(
-                f"{self._tag}.dispatch: an entry names a row that has not come; the data was damaged"
+                f"{self._tag}.dispatch: an entry names a row that was not received; the data is damaged"
             )
 
     def weights_there(self, exchange: ExpertExchange, weights: torch.Tensor) -> torch.Tensor:
@@ -450,9 +450,7 @@ class Routing:
     def sums_back(
         self, exchange: ExpertExchange, values: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return received sums plus sums of this rank's experts, [tokens, width]; arguments as in
-        `start_back`.
-        """
+        """Return received sums plus this rank's own, [tokens, width]; arguments as in `start_back`."""
         way, found = exchange.way, self._found
         layout = self._layout(way, True)
         at = lists_of.addresses(self._out.rows, layout.rows, way.row_bytes)

@@ -22,10 +22,8 @@ class SentRows(NamedTuple):
     """Index lists of a sending rank. Its own rank counts no rows: they stay in place.
 
     Attributes:
-        bad: flat index of the first expert id that is out of range; -1 if all ids are valid, and only then
-            the rest is valid.
-        load: [k, experts] number of tokens that chose each expert as their first, second, … choice, including
-            dropped choices.
+        bad: flat index of the first expert id out of range; -1 if all ids, and so the rest, are valid.
+        load: [k, experts] number of tokens with each expert as first, second, … choice, even if dropped.
         counts: [experts] number of entries.
         firsts: [ranks + 1] begin of the rows for each rank.
         tokens: [rows] token of each row.

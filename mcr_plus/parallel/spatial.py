@@ -17,7 +17,7 @@ gradient is the sum over ranks: call `sum_gradients(model)` after `backward()`. 
 needs a loss multiplied by the number of ranks.)
 """
 
-# This file is long because the layers share their functions, and each has an example.
+# Long because the layers share their functions, and each has an example.
 
 from __future__ import annotations
 
@@ -291,8 +291,8 @@ class _Conv(_Layer):
         self._known: dict[Any, _Convolution] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Convolve `input` [N, in_channels, *local shape in `layout`]; returns [N, out_channels, *local shape
-        in `out_layout`]."""
+        """Convolve `input` [N, in_channels, *local shape in `layout`]; returns [N, out_channels, *that in
+        `out_layout`]."""
         conv, x = cast("nn.Conv3d", self), input
         comm = self._checked(x, conv.in_channels)
         key = (len(x), self.overlap)

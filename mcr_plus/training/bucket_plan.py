@@ -128,8 +128,7 @@ def first_waiting(buckets: Sequence[Sequence[int]], seen: Sequence[int]) -> tupl
     """Return the first bucket that is ready before its predecessor, and the gradient that it waits for.
 
     `buckets`: indices of gradients, in the order of sending. `seen`: indices in the order in which gradients
-    become ready; other gradients follow at the end of the pass. Returns (number of the bucket, index), or
-    None.
+    become ready; other gradients follow at its end. Returns (number of the bucket, index), or None.
     """
     place = {index: at for at, index in enumerate(seen)}
     last = [max(members, key=lambda index: place.get(index, len(seen))) for members in buckets]

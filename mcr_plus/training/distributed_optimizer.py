@@ -96,8 +96,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     The counterpart of `wrap` for an optimizer instead of a model. Programs written for Horovod, which use
     `synchronize`, `op` or `compression`, import `mcr_plus.horovod` instead: its optimizer has all of them.
     This function does not broadcast parameters; call `mcr.broadcast_parameters(model.state_dict())`.
-    Gradients are averaged when `backward()` returns, so there is no `synchronize`. `named_parameters`: names
-    used in error messages.
+    Gradients are averaged when `backward()` returns, so there is no `synchronize`. Errors use the
+    names in `named_parameters`.
     """
     comm = member_of(group)
     if not isinstance(optimizer, torch.optim.Optimizer):

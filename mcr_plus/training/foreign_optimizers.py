@@ -25,8 +25,7 @@ _known = weakref.WeakKeyDictionary()
 
 
 def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], before: Before) -> None:
-    """Call `before` ahead of each step of an optimizer that trains some of these parameters, while `owner`
-    lives.
+    """Call `before` ahead of each step of an optimizer of these parameters, while `owner` lives.
 
     `before` receives `owner`, the optimizer, whether this is the optimizer's first such step or its number of
     parameters has changed, and whether the step has a closure. Modules and parameters are held weakly.

@@ -34,8 +34,7 @@ def fsdp(
     False (off), a codec's name, or a mapping with `codec` and its options. Every sharded module has its own
     tags for rules and error feedback: `TAG.NAME.parameters`, `TAG.NAME.gradients` and `TAG.NAME.replicas`,
     where NAME is the module's name in the model. The model's groups must have the backend `mcr`. Call this
-    function with the same arguments on all ranks, after `fully_shard`; another call for the same model
-    replaces the first.
+    function with the same arguments on all ranks, after `fully_shard`; a later call replaces an earlier one.
 
     On the CPU, prefetched parameters and gradients travel while the passes compute. The backward pass
     prefetches by itself; in the forward pass the program calls torch's `set_modules_to_forward_prefetch`.

@@ -1,7 +1,6 @@
 """FSDP2's collectives as set by `mcr.fsdp`: all_gather of parameters, reduce_scatter of gradients.
 
-FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has no streams, so both are
-asynchronous here:
+FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has none: both are asynchronous:
 
 - FSDP2 waits for the handle of a gather, if there is one, when a module uses the parameters: prefetched
   parameters travel while the previous module computes.
@@ -30,7 +29,7 @@ from mcr_plus.errors import NotInitialized, Unsupported
 from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 _NO_BACKWARD: Final = -1
-_NAMED: Final = 4  # most names of parameters in an error
+_NAMED: Final = 4  # maximum number of names of parameters in an error
 _REDUCED: Final = "fsdp_params"  # parameter of FSDP2's foreach_reduce: the parameters that have gradients
 
 
@@ -213,8 +212,7 @@ def _param_groups(module: Any) -> list[Any]:
 def _reads_early(shard: Any, dtype: torch.dtype) -> bool:
     """Return whether FSDP2, or a hook of the program, reads gradients as soon as they are reduced.
 
-    Reasons: reduction between replicas, gradients of an earlier pass, conversion to the dtype of the
-    parameters, and hooks.
+    Reasons: reduction between replicas, gradients of an earlier pass, conversion of the dtype, and hooks.
     """
     params = [param.sharded_param for param in shard.fsdp_params if param.sharded_param.requires_grad]
     return (
@@ -251,6 +249,6 @@ def checked_group(group: Any) -> McrProcessGroup:
     if group.is_destroyed:
         raise NotInitialized(
             "fsdp: the process group over which the model is sharded has been destroyed; if ranks have been "
-            "lost, mcr.fsdp_state puts the state together, for a new model over the ranks that are left"
+            "lost, mcr.fsdp_state rebuilds the state, for a new model over the remaining ranks"
         )
     return group

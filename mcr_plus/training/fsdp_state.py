@@ -118,7 +118,7 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
     groups = None
     if optimizer is not None:
         if not all(param in names for group in optimizer.param_groups for param in group["params"]):
-            raise InvalidArgument("optimizer: has parameters that the model has not")
+            raise InvalidArgument("optimizer: has parameters that the model does not have")
         groups = [
             {**group, "params": [names[param] for param in group["params"]]}
             for group in optimizer.param_groups

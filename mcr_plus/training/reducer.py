@@ -68,8 +68,7 @@ class Reducer:
     of waiting for this rank.
 
     Operations are issued in a separate group: a rank that lacks the gradient of a parameter sends its bucket
-    late, which must not change the order of the program's own operations. `branch`: name of this group; None
-    for a new name.
+    late, which must not change the order of the program's own operations. `branch`: its name, or None.
     """
 
     def __init__(
@@ -452,6 +451,7 @@ class Reducer:
             ready += ready[-1:] * len(rest)
             entries = [self._entry(index, when) for index, when in zip([*seen, *rest], ready, strict=True)]
             plan = earliest(entries, self._costs, self._gap)
+        # Rank 0 decides: gradients become ready in different orders on different ranks.
         members = self.comm.broadcast_object([bucket.members for bucket in plan], self.comm.ranks[0])
         plan = [packed([self._entry(index) for index in each], self._gap) for each in members]
         self._arrange(plan)

@@ -36,8 +36,7 @@ class SourceConnection:
     """Connection to a source rank, and the buffers that it fills, with their version and digests.
 
     One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: rank
-    of this receiver; outside the job its number, with the `offer` that it takes. `ends`: whether this end
-    must stop.
+    of this receiver; outside the job its number, with the `offer` that it takes. `ends`: whether to stop.
     """
 
     def __init__(
@@ -80,8 +79,7 @@ class SourceConnection:
             kind: `WAIT` for a newer version than the held one, or `POLL`.
             aim: the wanted version, 0 for the newest. The answer is for a newer version if the source has
                 dropped the payloads that lead to the wanted one.
-            announced: called with the version of the answer before its payloads arrive, and again if they are
-                sent again.
+            announced: called with the version of the answer before payloads arrive, each time they are sent.
 
         Raises:
             PeerLost: the source no longer answers.
@@ -189,7 +187,7 @@ class SourceConnection:
             if self._failures == _FAILURES:
                 raise
             _log.warning(
-                "%s: from rank %d: %s; all weights are asked for instead", self._what, self.source, error
+                "%s: from rank %d: %s; requesting all weights instead", self._what, self.source, error
             )
             return 0
         self._failures = 0

@@ -216,11 +216,9 @@ def digest_of(offers: Offers) -> str:
 def offers_of(
     held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int], named: Offers | None = None
 ) -> list[ShardOffer]:
-    """Return the offers to receivers outside the job: everything, the sets in `named`, and each receiver's
-    shards.
+    """Return the offers to receivers outside the job: all tensors, `named` sets, receivers' shards.
 
-    `held`: shards of all ranks. Raises `InvalidArgument` if there is nothing to offer, or `named` does not
-    fit.
+    `held`: shards of all ranks. Raises `InvalidArgument` if nothing can be offered.
     """
     whole = whole_of(held, sources)
     offers = [] if whole is None else [ShardOffer("all of all tensors", WHOLE, whole)]
@@ -275,9 +273,7 @@ def _named_offers(whole: Sequence[HeldShard], named: Offers) -> list[ShardOffer]
 
 
 def _part_of(whole: HeldShard, layout: Layout | None, rank: int) -> HeldShard:
-    """Return a rank's shard of a tensor; for a complex tensor, with the last dimension of 2 (real,
-    imaginary).
-    """
+    """Return a rank's shard of a tensor; for a complex tensor, with its last dimension of 2."""
     if layout is None:
         return whole
     return held_by(whole.name, layout, rank, whole.dtype, whole.shape[len(layout.shape) :])

@@ -102,9 +102,7 @@ class WeightReceiver:
                 self._unused = 0  # answers that came while it waited do not count as unused
 
     def _awaits_newer(self, wait: bool, fetched: int, deadline: float, timeout: float) -> bool:
-        """Wait for a newer version, after at least `fetched` answers; False if there is none and `wait` is
-        false.
-        """
+        """Wait for a newer version, and `fetched` answers in all; False if there is none without `wait`."""
         with self._changed:
             while not (self._is_new and self._fetched >= fetched):
                 if self._error is not None or self._group_ends() or self._closed:

@@ -93,9 +93,7 @@ def parts_of(
 
 
 def whole_of(held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int]) -> list[HeldShard] | None:
-    """Return all tensors of the sources as whole shards; None if elements are missing. Raises like
-    `parts_of`.
-    """
+    """Return all source tensors as whole shards; None if elements are missing. Raises like `parts_of`."""
     tensors: dict[str, list[tuple[int, HeldShard]]] = {}
     for rank in sources:
         for each in held[rank]:
@@ -162,7 +160,7 @@ def _match(
         box = list(zip(low, high, strict=True))
         rank = int(there.members[there.starts[lacking[0]]])
         raise InvalidArgument(
-            f"sync: {tensor}: src={list(sources)}, and no rank of these holds all elements in {box}, which "
+            f"sync: {tensor}: no rank of src={list(sources)} holds all elements in {box}, which "
             f"rank {rank}{of_job} has; are all ranks that hold parts of the source in src?"
         )
 

@@ -142,7 +142,7 @@ class WeightSource:
             ranks = sorted(self._lost)
             raise PeerLost(
                 f"{self._what}: no receiver is left: {phrase_ranks(ranks)} closed the connection without a "
-                "word and did not come back",
+                "word and did not reconnect",
                 ranks,
                 self._what,
                 seen="connection closed",
@@ -159,9 +159,7 @@ class WeightSource:
                 self._changed.wait(min(left, _LOOK_S))
 
     def close(self, *, in_order: bool = True) -> None:
-        """Stop the threads and abandon transfers. `in_order`: receivers are told of a normal end, not a
-        failure.
-        """
+        """Stop the threads, abandon transfers. `in_order`: receivers see a normal end, not a failure."""
         with self._changed:
             self._closed, self._is_in_order = True, in_order
             self._changed.notify_all()
@@ -252,11 +250,11 @@ class WeightSource:
             if superseded is not None:  # else its thread would hold an unfinished message
                 superseded.close()
             elif rank > JOINER:
-                _log.info("%s: %s has come", self._what, links.named(rank))
+                _log.info("%s: %s has joined", self._what, links.named(rank))
             while self._answer(link, rank, buffers):
                 pass
             if self._forget(rank, link) and rank > JOINER:
-                _log.info("%s: %s has gone", self._what, links.named(rank))
+                _log.info("%s: %s has left", self._what, links.named(rank))
         except StreamClosed:
             self._say_end(link)
         except (OSError, EOFError, BackendError) as error:
@@ -275,9 +273,7 @@ class WeightSource:
             link.close()
 
     def _wanted(self, link: StreamConnection, connection: Any) -> tuple[int, Sequence[int] | None]:
-        """Return the receiver's rank and its buffers; None for buffers if it only checks that the source
-        answers.
-        """
+        """Return the receiver's rank and buffers; None as buffers if it only checks for an answer."""
         rank = links.greeted(link, self._secret)
         self._acceptor.admit(connection)
         if rank == JOINER and self._offers:
@@ -304,7 +300,7 @@ class WeightSource:
             if rank < JOINER:
                 self._lost[rank] = time.monotonic()
         _log.warning(
-            "%s: %s does not receive weights any more: %s (others go on)",
+            "%s: %s no longer receives weights: %s (others go on)",
             self._what, links.named(rank), error,
         )  # fmt: skip
 
@@ -369,8 +365,7 @@ class WeightSource:
         *,
         exactly: bool = False,
     ) -> list[Payload] | None:
-        """Return payloads from one version to another; None if an anchor arrives earlier, or payloads are
-        gone.
+        """Return payloads from one version to another; None if an anchor is faster, or payloads are gone.
 
         Each step costs the receiver a pass over the weights, equal to `cost` bytes on its connection.
         `exactly`: prefer steps for small weights, as an anchor is of another version: the receiver would ask

@@ -83,8 +83,7 @@ class WeightSync:
         Raises:
             CommTimeout: no newer version came in time; the text names source ranks that others wait for.
             InvalidArgument: names, shapes or dtypes have changed since `mcr.sync`; the text names them.
-            SyncClosed: a source closed the synchronisation, or its job ended, and nothing newer has arrived:
-                the normal end.
+            SyncClosed: a source has closed it or its job has ended, and nothing newer came: the normal end.
             PeerLost: a source has died, and nothing newer has arrived from it.
             BackendError: a source has failed, or three answers in a row were damaged. The two errors above
                 are of this type, too.
@@ -108,14 +107,12 @@ class WeightSync:
         encode, or to apply and compare, the last message), `anchors` (messages with all weights). On a
         source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept for late
         receivers), `receivers` (connected), `joined` (connected receivers outside the job), `lost` (ranks).
-        On receivers: `pause_seconds` (the last pull, without waiting), `received_bytes`, `refused` (damaged
-        messages).
+        On receivers: `pause_seconds` (the last pull, without waiting), `received_bytes`, `refused` (damaged).
         """
         return {**self._end.stats(), "dense_bytes": self._end.nbytes}
 
     def close(self) -> None:
-        """End the synchronisation; collective over the group. `mcr.finalize` does it, too; repeats do
-        nothing.
+        """End the synchronisation; collective over the group. `mcr.finalize` does it, too. May be repeated.
 
         The source waits for the receivers, so that they can pull the last version; for receivers outside the
         job up to 10 seconds, but not in `finalize`. A receiver outside the job waits for nobody. The
@@ -195,8 +192,7 @@ def sync(
     Args:
         module_or_state_dict: a module (all parameters and buffers travel) or a mapping of tensors.
             Without layouts, all ranks have the same names, shapes and dtypes in the same order. Tensors
-            that share memory travel once. Any strides and devices; sources read the tensors, receivers write
-            them in place.
+            that share memory travel once. Any strides and devices; sources read, receivers write in place.
         src: the rank in the job that has the weights, or several such ranks.
         tag: a name; a group may run several synchronisations at a time under different names.
         layout: layouts of the tensors of which this rank has a part, by name; each rank passes its own. Only
@@ -217,8 +213,7 @@ def sync(
         InvalidArgument: on all ranks if the tensors differ between ranks (the text names the first
             difference), a local tensor does not fit its layout, no source holds an element that a receiver
             has, or a rank cannot take part; a rank of `src` is not in the group; the tag is in use; the
-            invitation cannot be written, or would offer nothing; `offers` do not fit the sources' tensors, or
-            differ between ranks.
+            invitation cannot be written, or would offer nothing; `offers` do not fit, or differ by rank.
 
     Example:
         ```python
@@ -238,6 +233,7 @@ def sync(
     weights, listener, mine = None, None, ""
     sources: tuple[int, ...] = ()
     named: Offers = {}
+    # An error of this rank is sent to the others instead of raised, so that all ranks raise it.
     try:
         sources = _sources(src, comm)
         _check(comm, tag, history, invite)
@@ -260,6 +256,7 @@ def sync(
         answers = dict(zip(comm.ranks, (_Answer(*each) for each in gathered), strict=True))
         of_job = comm.opened.group.of_job
         _compare(answers, mine, of_job)
+        # All ranks compute the same parts from the same answers. The nonce makes the key unique to this call.
         held = {each: answer.held for each, answer in answers.items()}
         found = offers_of(held, sources, named) if file else []
         parts = parts_of({**held, **{each.rank: each.held for each in found}}, sources, of_job)
@@ -273,6 +270,7 @@ def sync(
             withdraw = _invited(comm, lead, file, invitation)
         assert weights is not None
         weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
+        # Load the kernels now: later it would delay a push or a pull.
         for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
             delta.prepare(width)
         what = f"sync {tag!r} of group '{comm.name}'"
@@ -337,9 +335,7 @@ def _address(single_host: bool, invites: bool) -> str:
 
 
 def _listener(address: str) -> socket.socket:
-    """Return a socket for receivers. Raises `InvalidArgument`, since the other ranks wait for this one's
-    answer.
-    """
+    """Return a socket for receivers. Raises `InvalidArgument`: other ranks wait for this one's answer."""
     try:
         return listen(address)
     except OSError as error:
@@ -349,9 +345,7 @@ def _listener(address: str) -> socket.socket:
 def _invited(
     comm: Communicator, lead: int, file: str, invitation: EndpointFile | None
 ) -> Callable[[], None] | None:
-    """Write the lead's invitation; returns, on the lead, a function that removes it. Raises on all ranks
-    alike.
-    """
+    """Write the lead's invitation; returns a function that removes it, on the lead. Raises on all ranks."""
     problem, withdraw = "", None
     if invitation is not None:
         try:

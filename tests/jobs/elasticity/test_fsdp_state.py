@@ -41,7 +41,7 @@ def test_shards_of_lost_ranks_come_from_their_replicas(victims: list[int], where
     left = [rank for rank in range(4) if rank not in victims]
     for value in survivors(victims, [2, 2], where):
         assert value["seen"] == "PeerLost"
-        assert "mcr.fsdp_state puts the state together" in value["old"]
+        assert "mcr.fsdp_state rebuilds the state" in value["old"]
         assert value["step"] == 3
         check(value["state"], [[0, 1, 2, 3]] * 3)
         assert (value.get("ahead"), value.get("newcomer")) == ((3, True) if victims == [1] else (None, None))
@@ -54,7 +54,7 @@ def test_shards_of_lost_ranks_come_from_their_replicas(victims: list[int], where
 def test_shards_without_replicas_are_lost_and_a_model_can_be_sharded_again(where: str) -> None:
     for value in survivors([2], [4], where):
         assert value["seen"] == "PeerLost"
-        assert "mcr.fsdp_state puts the state together" in value["old"]
+        assert "mcr.fsdp_state rebuilds the state" in value["old"]
         assert value["error"].startswith("fsdp_state: of step 3, shards of ")
         assert "load a checkpoint into it" in value["error"]
         check(value["later"], [[0, 1, 3]])

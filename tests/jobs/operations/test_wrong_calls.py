@@ -369,7 +369,7 @@ def _calls(comm: Any) -> Calls:
         "local, then assigned": (lambda: _local_then_another(_assigned), "another optimizer (AdamW) of the"),
         "elastic of a model alone": (_elastic_unwrapped, "call mcr.wrap(model, optimizer) first"),
         "elastic of a model in DDP": (_elastic_in_ddp, "without DistributedDataParallel around it"),
-        "elastic with two blocks": (_elastic_with_twice, "put all of a step into one block"),
+        "elastic with two blocks": (_elastic_with_twice, "put the whole step into one block"),
         "elastic without with": (_elastic_without_with, "in a `with` block"),
         "fsdp before fully_shard": (lambda: mcr.fsdp(_model()[0]), "fully_shard"),
         "group after close": (_after_close, "is closed: "),

@@ -375,7 +375,7 @@ BAD: dict[str, dict[str, Any]] = {
     r"routing: expected that of a dispatch, got int": {
         "routing": 3, "expert_ids": None, "experts": None, "weights": None
     },
-    r"with routing= expected x and weights alone": {"routing": 3},
+    r"with routing= expected only x and weights": {"routing": 3},
 }  # fmt: skip
 
 

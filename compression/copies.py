@@ -21,7 +21,7 @@ from mcr_plus.core import streams as core_streams
 from mcr_plus.core.units import format_size
 
 _log = logging.getLogger("mcr_plus")
-_SHARE: Final = 2  # copies may take this fraction of memory: 1 / _SHARE
+_SHARE: Final = 2  # copies may take 1 / _SHARE of the memory
 
 
 @dataclass

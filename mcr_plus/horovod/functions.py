@@ -33,7 +33,7 @@ def broadcast_parameters(
     for name, tensor in items:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgument(f"params: '{name}' is a {type(tensor).__name__}; expected tensors")
-    # One operation per device.
+    # One operation per device, because tensors of an operation must be on one device.
     for device in dict.fromkeys(tensor.device for _, tensor in items):
         tensors = [tensor for _, tensor in items if tensor.device == device]
         synchronize(send_async(tensors, root_rank, None, process_set, in_place=True, many=True))

@@ -126,7 +126,7 @@ class McrProcessGroup(LivingGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in device_types() if kind != "cuda" or torch.cuda.is_available()]
 
-    def get_backend(self, device: object) -> Any:  # noqa: ARG002 - one for all
+    def get_backend(self, device: object) -> Any:  # noqa: ARG002 - the same for all devices
         """Return the group itself: it is also the `Backend` object of every device."""
         return self
 
@@ -198,7 +198,7 @@ class McrProcessGroup(LivingGroup):
         handle.wait()
         return DONE
 
-    allreduce_sparse = allreduce  # the name of a backend's
+    allreduce_sparse = allreduce  # the name in torch's `Backend`
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Reduce tensors of any dtypes over all ranks in few operations."""

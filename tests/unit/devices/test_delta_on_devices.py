@@ -16,7 +16,7 @@ def test_messages_need_a_library_with_tags() -> None:
         x = rank.tensor(given(rank.rank))
         with pytest.raises(Unsupported) as error:
             rank.comm.isend(x, 1 - rank.rank, compress="delta")
-        with pytest.raises(Unsupported, match="which nccl has not"):
+        with pytest.raises(Unsupported, match="which nccl does not support"):
             rank.comm.irecv(x, 1 - rank.rank, compress="delta", backend="nccl")
         return str(error.value)
 

@@ -55,8 +55,8 @@ def open_with_parts(
         state = GroupState(group, board, _remedy(runtime, name), ring=getattr(config.observe, "ring", 0))
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
-        for name in _wrappers(config, options):
-            wrap = cast("Wrap", registry.get("wrappers", name))
+        for wrapper in _wrappers(config, options):
+            wrap = cast("Wrap", registry.get("wrappers", wrapper))
             wrap(world, runtime.engine, state, channels, options)
         restored = runtime.restored.setdefault(name, {})
         of_group = GroupRuntime(runtime.engine, state, channels, {}, restored=restored)

@@ -99,6 +99,30 @@ def saves(path: str, steps: int) -> dict[str, list[float]]:
     return sums
 
 
+def goes_on_with_failover() -> list[float]:
+    """Errors of the sum of two steps, each in a job of its own: with what is kept at the end, and without."""
+    torch.set_num_threads(1)
+    stages = [{"compress": {"codec": "int4_block", "error_feedback": True}}, {"select": {}}]
+    config = {
+        "version": 1,
+        "backends": ["gloo", "mpi"],
+        "pipeline": [*stages, {"dispatch": {"failover": True}}],
+    }
+    total, state = np.zeros(SHAPE), None
+    for step in range(2):
+        with mcr.init(config, timeout=60) as comm:
+            if state is not None:
+                mcr.load_state_dict(state)
+            tensor = drawn(comm.rank, step)
+            comm.all_reduce(tensor, "AVG", tag="kept")
+            total += f64(tensor).reshape(SHAPE)
+            state = mcr.state_dict()
+            expected = mean_of(comm.size, range(2))
+    assert state is not None
+    flat = total.reshape(-1)
+    return [off(flat + left_over(state, "kept").reshape(-1), expected), off(flat, expected)]
+
+
 def goes_on(path: str, steps: list[int], late: bool) -> dict[str, Any]:
     """Further steps with what another job had kept, taken back before or after the first call is bound."""
     torch.set_num_threads(1)

@@ -19,6 +19,7 @@ from jobs.operations.feedback import (
     drawn,
     estimates,
     goes_on,
+    goes_on_with_failover,
     in_flight,
     lengths_known_late,
     mean_of,
@@ -68,6 +69,12 @@ def test_residuals_survive_a_restart_with_fewer_ranks(
             lost = np.array(before[codec]) + np.array(after)
             if codec != "bf16":
                 assert off(got, expected) < off(lost, expected) / 5, codec  # the test could fail
+
+
+def test_residuals_survive_a_restart_with_failover() -> None:
+    for result in run_ranks(goes_on_with_failover, 2):
+        kept, lost = result.value
+        assert kept < 2e-4 < lost / 5
 
 
 def test_ef21_estimate_converges() -> None:

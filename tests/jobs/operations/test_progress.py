@@ -324,7 +324,7 @@ def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
     )
     channel: Any = SimpleNamespace(pending=deque())
     operation: Any = SimpleNamespace(
-        engine=engine, state=group, backend_channel=channel, inline=True, backend="gloo",
+        engine=engine, hooks=engine.hooks, state=group, backend_channel=channel, inline=True, backend="gloo",
         signature=SimpleNamespace(backend="gloo", is_p2p=False),
         has_failover=False,
     )  # fmt: skip

@@ -102,7 +102,7 @@ def saves(path: str, steps: int) -> dict[str, list[float]]:
 def goes_on_with_failover() -> list[float]:
     """Errors of the sum of two steps, each in a job of its own: with what is kept at the end, and without."""
     torch.set_num_threads(1)
-    stages = [{"compress": {"codec": "int4_block", "error_feedback": True}}, {"select": {}}]
+    stages: list[Any] = [{"compress": {"codec": "int4_block", "error_feedback": True}}, {"select": {}}]
     config = {
         "version": 1,
         "backends": ["gloo", "mpi"],

@@ -151,28 +151,27 @@ _TINIEST: Final = np.float32(2.0**-126)
 _ONE: Final = np.float32(1)
 _SMALL: Final = small_blocks.BLOCK
 _TOGETHER: Final = small_blocks.TOGETHER
+_STRIP: Final = 8  # chunks, which stay in the first cache while they are summed and encoded
 
 
-@cpu.inlined
-def _quantise(values, per_unit, top, codes, encoding):  # type: ignore[no-untyped-def]
-    """Write the codes of `values` × `per_unit`, none above `top`.
+@cpu.scalar
+def _code(value, top, shift, lowest):  # type: ignore[no-untyped-def]
+    """The code of a value in units of its block's scale, none above `top`.
 
     A float whose last bit is worth as much as the last bit of the code is added: that rounds, and the
     sum's mantissa counts the units. Below `lowest` they stay the same, as those of the code do.
     """
-    shift, lowest = encoding
-    for i in range(values.size):
-        bits = np.float32(values[i] * per_unit).view(np.uint32)
-        magnitude = np.uint32(bits & _MAGNITUDE)
-        exponent = np.uint32(max(magnitude, lowest) & _INFINITE)
-        anchor = np.uint32(exponent + np.uint32(shift << _MANTISSA))
-        total = np.float32(magnitude.view(np.float32) + anchor.view(np.float32)).view(np.uint32)
-        above = np.uint32(np.uint32(exponent - lowest) >> np.uint32(shift & _SHIFTS))
-        code = np.uint32(np.uint32(total - anchor) + above)
-        codes[i] = np.uint8(min(code, top) | np.uint32(np.uint32(bits >> _TO_SIGN) & _CODE_SIGN))
+    bits = np.float32(value).view(np.uint32)
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    exponent = np.uint32(max(magnitude, lowest) & _INFINITE)
+    anchor = np.uint32(exponent + np.uint32(shift << _MANTISSA))
+    total = np.float32(magnitude.view(np.float32) + anchor.view(np.float32)).view(np.uint32)
+    above = np.uint32(np.uint32(exponent - lowest) >> np.uint32(shift & _SHIFTS))
+    code = np.uint32(np.uint32(total - anchor) + above)
+    return np.uint8(min(code, top) | np.uint32(np.uint32(bits >> _TO_SIGN) & _CODE_SIGN))
 
 
-@cpu.inlined
+@cpu.scalar
 def _value(code, decoding):  # type: ignore[no-untyped-def]
     # Not as a denormal float32 times a power of two: processors take long over those.
     shift, bias, normal, least = decoding
@@ -213,7 +212,9 @@ def _encode_block(values, bits, scales, marks, codes, block, step, top, encoding
     else:
         marks[block] = largest
         scales[block] = max(scales[block] * step, _TINIEST)
-        _quantise(values, _ONE / scales[block], top, codes, encoding)
+        per_unit = _ONE / scales[block]
+        for i in range(values.size):
+            codes[i] = _code(values[i] * per_unit, top, encoding[0], encoding[1])
 
 
 @cpu.inlined
@@ -249,7 +250,6 @@ def _decode_float32(scales, codes, out, factor, add, decoding, lo, hi):  # type:
 def _reduce_float32(  # type: ignore[no-untyped-def]
     wires,
     room,
-    all_scales,
     skip,
     factor,
     decoding,
@@ -264,38 +264,43 @@ def _reduce_float32(  # type: ignore[no-untyped-def]
     lo,
     hi,
 ):
-    for block in range(lo, hi):
-        at = block * CHUNK
-        end = min(at + CHUNK, total.size)
+    for first in range(lo, hi, _STRIP):
+        end = min(first + _STRIP, hi)
         for row in range(wires.shape[0]):
             if row != skip:
-                source = wires[row, room + at : room + end]
-                add_values(source, all_scales[row, block] * factor, total[at:end], decoding)
-        encode_block_at(block, total, bits, scales, marks, codes, step, top, encoding)
+                theirs, source = (
+                    wires[row, : 4 * scales.size].view(np.float32),
+                    wires[row, room : room + total.size],
+                )
+                _decode_float32(theirs, source, total, factor, True, decoding, first, end)
+        _encode_float32(total, bits, scales, marks, codes, step, top, encoding, first, end)
 
 
 # e8m0 scales
 
 
-@cpu.inlined
+@cpu.scalar
 def _power(exponent):  # type: ignore[no-untyped-def]
     bits = max(np.uint32(np.uint32(exponent) << _MANTISSA), _HALF_A_NORMAL)
     return np.uint32(_NAN if np.uint32(exponent) == _E_NAN else bits).view(np.float32)
 
 
-@cpu.inlined
+@cpu.linked
 def _encode_chunk(values, bits, exponents, codes, emax, top, encoding, scratch, largest):  # type: ignore[no-untyped-def]
     small_blocks.largest_of_each(bits, scratch, largest)
     for block in range(exponents.size):
         part = slice(block * _SMALL, block * _SMALL + _SMALL)
         if largest[block] >= _INFINITE:
             exponents[block] = _E_NAN
-            codes[part] = 0
+            for i in range(_SMALL):
+                codes[block * _SMALL + i] = 0
         else:
             exponent = np.uint32(max(np.uint32(largest[block] >> _MANTISSA), emax) - emax)
             exponents[block] = np.uint8(exponent)
             per_unit = np.uint32(np.uint32(_RECIPROCAL - exponent) << _MANTISSA).view(np.float32)
-            _quantise(values[part], per_unit, top, codes[part], encoding)
+            source, target = values[part], codes[part]
+            for i in range(_SMALL):
+                target[i] = _code(source[i] * per_unit, top, encoding[0], encoding[1])
 
 
 @cpu.inlined
@@ -340,7 +345,6 @@ def _decode_e8m0(exponents, codes, out, factor, add, decoding, lo, hi):  # type:
 def _reduce_e8m0(  # type: ignore[no-untyped-def]
     wires,
     room,
-    all_exponents,
     skip,
     factor,
     decoding,
@@ -354,16 +358,13 @@ def _reduce_e8m0(  # type: ignore[no-untyped-def]
     lo,
     hi,
 ):
-    scratch, largest = np.empty(CHUNK, np.uint32), np.empty(_TOGETHER, np.uint32)
-    for chunk in range(lo, hi):
+    for first in range(lo, hi, _STRIP):
+        end = min(first + _STRIP, hi)
         for row in range(wires.shape[0]):
             if row != skip:
-                for block in range(chunk * _TOGETHER, min(chunk * _TOGETHER + _TOGETHER, exponents.size)):
-                    at = block * _SMALL
-                    end = min(at + _SMALL, total.size)
-                    scale = _power(all_exponents[row, block]) * factor
-                    add_values(wires[row, room + at : room + end], scale, total[at:end], decoding)
-        _encode_chunk_at(chunk, total, bits, exponents, codes, emax, top, encoding, scratch, largest)
+                theirs, source = wires[row, : exponents.size], wires[row, room : room + total.size]
+                _decode_e8m0(theirs, source, total, factor, True, decoding, first, end)
+        _encode_e8m0(total, bits, exponents, codes, emax, top, encoding, first, end)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -418,9 +419,7 @@ def reduce(
     kernel = _reduce_float32 if scale == "float32" else _reduce_e8m0
     scales, codes = split(wire, total.numel(), scale)
     room = _scale_nbytes(total.numel(), scale)
-    many = wires.numpy()
-    all_scales = many[:, : scales.nbytes].view(scales.numpy().dtype)
-    arrays = (many, room, all_scales, skip, np.float32(factor), decoding_of(fmt))
+    arrays = (wires.contiguous().numpy(), room, skip, np.float32(factor), decoding_of(fmt))
     rest = _encoder(total, scales, codes, fmt, scale)
     cpu.spread(kernel, chunks_of(total), total.nbytes, *arrays, *rest)
 

@@ -18,13 +18,13 @@ CHUNK: Final = BLOCK * TOGETHER
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 
 
-@cpu.inlined
+@cpu.linked
 def _halve(source, half):  # type: ignore[no-untyped-def]
     for i in range(half.size):
         half[i] = np.uint32(max(source[2 * i], source[2 * i + 1]))
 
 
-@cpu.inlined
+@cpu.linked
 def largest_of_each(bits, scratch, largest):  # type: ignore[no-untyped-def]
     """Write the bits of the largest magnitude of each block to `largest`.
 

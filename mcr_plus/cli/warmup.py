@@ -149,9 +149,7 @@ def _experts() -> None:
     from mcr_plus.parallel import routing_kernels, row_kernels
 
     routing_kernels.prepare()
-    for dtype in row_kernels.DTYPES:
-        for form in row_kernels.FORMATS:
-            row_kernels.prepare(dtype, form)
+    row_kernels.prepare()
 
 
 def _checksums() -> None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
-from mcr_plus.kernels.cpu import compiled
+from mcr_plus.kernels.cpu import compiled, linked
 
 if TYPE_CHECKING:
     from mcr_plus.msccl.algorithm import Operation
@@ -114,7 +114,7 @@ PUTS: Final = 9
 STEP: Final = 10
 
 
-@compiled
+@linked
 def _place(state, space, chunk, tile):  # type: ignore[no-untyped-def]
     """Address of a chunk's part of a tile."""
     width = state[WIDTH]
@@ -126,7 +126,7 @@ def _place(state, space, chunk, tile):  # type: ignore[no-untyped-def]
     return state[SPACE + space] + at * width
 
 
-@compiled
+@linked
 def _piece(state, operation, source, target, arrived, leaving, elements):  # type: ignore[no-untyped-def]
     """Run a step on one chunk's part of a tile; unused addresses have any value."""
     nbytes, combine = elements * state[WIDTH], state[COMBINE]
@@ -151,13 +151,13 @@ def _piece(state, operation, source, target, arrived, leaving, elements):  # typ
         call(combine, target, target, source, elements)
 
 
-@compiled
+@linked
 def _tag_of(state, counter, number):  # type: ignore[no-untyped-def]
     """Address of the tag of a queue's slot `number`; `counter` is the word of the address of its counter."""
     return state[counter] + 8 * (1 + number % state[DEPTH])
 
 
-@compiled
+@linked
 def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untyped-def]
     """Whether a step can run: its dependency is done, a slot is filled, a slot is empty."""
     awaited = state[step + AFTER_BLOCK]
@@ -180,7 +180,7 @@ def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untype
     return True
 
 
-@compiled
+@linked
 def _turn(state, block):  # type: ignore[no-untyped-def]
     """Run a thread block's next step if it can run; returns whether it ran."""
     tile = state[block + AT_TILE]
@@ -224,7 +224,7 @@ def _turn(state, block):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@linked
 def _move_rest(state, space, blocks, fills):  # type: ignore[no-untyped-def]
     """Copy the remaining elements of each block into their buffer, or out of it."""
     width, per_block, rest = state[WIDTH], state[PER_BLOCK], state[REST]

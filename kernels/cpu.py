@@ -69,10 +69,10 @@ def linked(function: Callable[..., Any]) -> Any:
     return _without_literals(_numba.njit(no_cpython_wrapper=True, **_OPTIONS)(function))
 
 
-def scalar(function: Callable[..., Any]) -> Any:
-    """The same for functions of numbers, whose code LLVM puts in place of each call.
+def embedded(function: Callable[..., Any]) -> Any:
+    """The same, and LLVM puts the code in place of each call: for functions of numbers.
 
-    numba's own inlining, see `inlined`, types and lowers the function again for every call.
+    numba's own inlining, see `inlined`, types and lowers a function again for every call.
     """
     return _numba.njit(no_cpython_wrapper=True, forceinline=True, **_OPTIONS)(function)
 

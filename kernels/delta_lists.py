@@ -24,7 +24,7 @@ for _place in range(64):
     _PLACES[(int(_DE_BRUIJN) << _place & (2**64 - 1)) >> 58] = _place
 
 
-@cpu.scalar
+@cpu.embedded
 def _order(bits, sign, top):  # type: ignore[no-untyped-def]
     """Position in the order of floats; `sign`: the highest bit, `top`: its number."""
     negative = _ZERO - (bits >> top)
@@ -73,7 +73,7 @@ def _step(here, there, where, steps, values, update):  # type: ignore[no-untyped
             there[at] = value
 
 
-@cpu.scalar
+@cpu.embedded
 def _lowest(bits):  # type: ignore[no-untyped-def]
     """The number of the lowest bit that is set (Leiserson, Prokop and Randall 1998)."""
     return np.int64(_PLACES[np.int64(((bits & (_ZERO - bits)) * _DE_BRUIJN) >> np.uint64(58))])

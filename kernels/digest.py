@@ -82,7 +82,7 @@ def mixed_words(words: Iterable[int]) -> int:
     return value
 
 
-@cpu.scalar
+@cpu.embedded
 def mix(left, right):  # type: ignore[no-untyped-def]
     """A bijection of either argument, so that one changed word is never missed."""
     product = (left ^ right) * FACTOR

@@ -154,7 +154,7 @@ _TOGETHER: Final = small_blocks.TOGETHER
 _STRIP: Final = 8  # chunks, which stay in the first cache while they are summed and encoded
 
 
-@cpu.scalar
+@cpu.embedded
 def _code(value, top, shift, lowest):  # type: ignore[no-untyped-def]
     """The code of a value in units of its block's scale, none above `top`.
 
@@ -171,7 +171,7 @@ def _code(value, top, shift, lowest):  # type: ignore[no-untyped-def]
     return np.uint8(min(code, top) | np.uint32(np.uint32(bits >> _TO_SIGN) & _CODE_SIGN))
 
 
-@cpu.scalar
+@cpu.embedded
 def _value(code, decoding):  # type: ignore[no-untyped-def]
     # Not as a denormal float32 times a power of two: processors take long over those.
     shift, bias, normal, least = decoding
@@ -279,7 +279,7 @@ def _reduce_float32(  # type: ignore[no-untyped-def]
 # e8m0 scales
 
 
-@cpu.scalar
+@cpu.embedded
 def _power(exponent):  # type: ignore[no-untyped-def]
     bits = max(np.uint32(np.uint32(exponent) << _MANTISSA), _HALF_A_NORMAL)
     return np.uint32(_NAN if np.uint32(exponent) == _E_NAN else bits).view(np.float32)
@@ -299,7 +299,7 @@ def _encode_chunk(values, bits, exponents, codes, emax, top, encoding, scratch, 
             exponents[block] = np.uint8(exponent)
             per_unit = np.uint32(np.uint32(_RECIPROCAL - exponent) << _MANTISSA).view(np.float32)
             source, target = values[part], codes[part]
-            for i in range(_SMALL):
+            for i in range(target.size):
                 target[i] = _code(source[i] * per_unit, top, encoding[0], encoding[1])
 
 

@@ -140,7 +140,7 @@ def _fold(sums):  # type: ignore[no-untyped-def]
     return (sums[0] + sums[2]) + (sums[1] + sums[3])
 
 
-@cpu.scalar
+@cpu.embedded
 def _level(total, count):  # type: ignore[no-untyped-def]
     """Bits of the bfloat16 nearest to the mean of `count` magnitudes that sum to 128 × `total`."""
     mean = np.float32(total * np.float32(_WHOLE / np.float32(max(count, 1))))
@@ -149,18 +149,18 @@ def _level(total, count):  # type: ignore[no-untyped-def]
     return np.uint16(min(np.uint32(np.uint32(bits + np.uint32(_ROUND + odd)) >> _HALF), _CAP))
 
 
-@cpu.scalar
+@cpu.embedded
 def _part(bits):  # type: ignore[no-untyped-def]
     return np.float32(np.uint32(bits & _MAGNITUDE).view(np.float32) * _PART)
 
 
-@cpu.scalar
+@cpu.embedded
 def _above(value, edge):  # type: ignore[no-untyped-def]
     """All bits if the magnitude is above the threshold, none otherwise."""
     return np.uint32(_NONE - np.uint32(np.uint32(value & _MAGNITUDE) > edge))
 
 
-@cpu.scalar
+@cpu.embedded
 def _code(value, above):  # type: ignore[no-untyped-def]
     return np.uint32(np.uint32(value >> _THIRTY_ONE) | np.uint32(above & _TWO))
 
@@ -223,7 +223,7 @@ def _encode(bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
                 room[j] = 0
 
 
-@cpu.scalar
+@cpu.embedded
 def _value(code, lower, other):  # type: ignore[no-untyped-def]
     """What a code stands for; the lower level as bits, and in which of them the higher one is different."""
     above = np.uint32(_NONE - np.uint32(np.uint32(code >> _ONE) & _ONE))

@@ -118,31 +118,51 @@ _FOUR: Final = np.int32(4)
 _TOP: Final = np.int32(28)
 
 
-@cpu.scalar
+@cpu.embedded
 def _scale_for(largest):  # type: ignore[no-untyped-def]
     """Bits of the scale of a block whose largest magnitude has these bits."""
     exact = np.float32(max(np.uint32(largest).view(np.float32) * _STEP, _TINIEST)).view(np.uint32)
     return np.uint16(min(np.uint32(np.uint32(exact + _UP) >> _HALF), _CAP))
 
 
-@cpu.scalar
+@cpu.embedded
 def _scale(bits):  # type: ignore[no-untyped-def]
     return np.uint32(np.uint32(bits) << _HALF).view(np.float32)
 
 
-@cpu.scalar
+@cpu.embedded
 def _pair(low, high):  # type: ignore[no-untyped-def]
     return np.uint8(np.int32(np.int32(np.rint(low)) & _LOW) | np.int32(np.int32(np.rint(high)) << _FOUR))
 
 
-@cpu.scalar
+@cpu.embedded
 def _low(pair):  # type: ignore[no-untyped-def]
     return np.float32(np.int32(np.int32(np.int32(pair) << _TOP) >> _TOP))
 
 
-@cpu.scalar
+@cpu.embedded
 def _high(pair):  # type: ignore[no-untyped-def]
     return np.float32(np.int32(np.int32(np.int8(pair)) >> _FOUR))
+
+
+@cpu.inlined
+def _pack(values, per_unit, codes):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        codes[i] = _pair(values[i] * per_unit, values[i + 16] * per_unit)
+
+
+@cpu.inlined
+def _unpack(codes, scale, values):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        values[i] = _low(codes[i]) * scale
+        values[i + 16] = _high(codes[i]) * scale
+
+
+@cpu.inlined
+def _unpack_add(codes, scale, values):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        values[i] += _low(codes[i]) * scale
+        values[i + 16] += _high(codes[i]) * scale
 
 
 @cpu.linked
@@ -150,16 +170,14 @@ def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
     scratch, largest = work[0].view(np.uint32), work[2].view(np.uint32)
     small_blocks.largest_of_each(values.view(np.uint32), scratch, largest)
     for block in range(TOGETHER):
-        source, pairs = values[block * BLOCK : block * BLOCK + BLOCK], codes[block * 16 : block * 16 + 16]
+        part = slice(block * 16, block * 16 + 16)
         if largest[block] >= _INFINITE:
             scales[block] = NAN
-            for i in range(16):
-                pairs[i] = 0
+            codes[part] = 0
         else:
-            scales[block] = _scale_for(largest[block])
-            per_unit = _ONE / _scale(scales[block])
-            for i in range(16):
-                pairs[i] = _pair(source[i] * per_unit, source[i + 16] * per_unit)
+            scale = _scale_for(largest[block])
+            scales[block] = scale
+            _pack(values[block * BLOCK : block * BLOCK + BLOCK], _ONE / _scale(scale), codes[part])
 
 
 # The transform of eight blocks adds neighbours and puts the sums before the differences, five times over.
@@ -197,10 +215,10 @@ def _shuffle(source, target):  # type: ignore[no-untyped-def]
         target[2 * i + 1] = source[i + 64]
 
 
-@cpu.linked
+@cpu.inlined
 def _fold(values, half):  # type: ignore[no-untyped-def]
-    for i in range(half):
-        values[i] = np.uint32(max(values[i], values[i + half]))
+    for i in range(half.size):
+        half[i] = np.uint32(max(values[i], values[i + half.size]))
 
 
 @cpu.linked
@@ -216,21 +234,24 @@ def _encode_chunk_hadamard(values, scales, codes, work):  # type: ignore[no-unty
     bits, scratch = second.view(np.uint32), first.view(np.uint32)
     for i in range(128):
         scratch[i] = np.uint32(max(np.uint32(bits[i] & _MAGNITUDE), np.uint32(bits[i + 128] & _MAGNITUDE)))
-    for half in (64, 32, 16, 8):
-        _fold(scratch, half)
+    _fold(scratch[0:128], scratch[128:192])
+    _fold(scratch[128:192], scratch[192:224])
+    _fold(scratch[192:224], scratch[224:240])
+    _fold(scratch[224:240], scratch[240:248])
     for block in range(TOGETHER):
-        scales[block] = _scale_for(scratch[block])
+        scales[block] = _scale_for(scratch[240 + block])
         third[block] = _ONE / _scale(scales[block])
-    for row in range(1, 16):
-        for block in range(TOGETHER):
-            third[row * TOGETHER + block] = third[block]
+    cpu.put(third[0:8], third[8:16])
+    cpu.put(third[0:16], third[16:32])
+    cpu.put(third[0:32], third[32:64])
+    cpu.put(third[0:64], third[64:128])
     for i in range(128):
         pairs[i] = _pair(second[i] * third[i], second[i + 128] * third[i])
     _deal(pairs, others)
     _deal(others, pairs)
     _deal(pairs, codes)
     for block in range(TOGETHER):
-        if scratch[block] >= _INFINITE:
+        if scratch[240 + block] >= _INFINITE:
             scales[block] = NAN
             for i in range(16):
                 codes[block * 16 + i] = 0
@@ -261,25 +282,12 @@ def _decode_chunk_hadamard(scales, codes, factor, add, values, work):  # type: i
                 target[i] = source[i] * scale
 
 
-@cpu.linked
+@cpu.embedded
 def _work_space():  # type: ignore[no-untyped-def]
     """Memory for what chunks are computed in, and for a last chunk that is short."""
     spaces = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     work = (*spaces, np.empty(128, np.uint8), np.empty(128, np.uint8))
     return work, (np.empty(CHUNK, np.float32), np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8))
-
-
-@cpu.linked
-def _frame(chunk, values, scales, codes, padded):  # type: ignore[no-untyped-def]
-    """The part of each array that a chunk is; of the last one, if it is short, `padded`."""
-    at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
-    part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
-    if part.size == CHUNK:
-        return part, few, room
-    _fill(part, padded[0])
-    _fill(few, padded[1])
-    _fill(room, padded[2])
-    return padded
 
 
 @cpu.linked
@@ -290,64 +298,87 @@ def _fill(source, target):  # type: ignore[no-untyped-def]
 
 
 @cpu.linked
-def _put_back(chunk, values, few, room, scales, codes):  # type: ignore[no-untyped-def]
-    """Copy what was written to copies, if `_frame` made some."""
+def _pad(chunk, values, scales, codes, padded):  # type: ignore[no-untyped-def]
+    """Copy the parts of a short last chunk to arrays of full size, and zeros behind them."""
+    _fill(values[chunk * CHUNK :], padded[0])
+    _fill(scales[chunk * TOGETHER :], padded[1])
+    _fill(codes[chunk * 128 :], padded[2])
+
+
+@cpu.linked
+def _put_back(chunk, padded, scales, codes):  # type: ignore[no-untyped-def]
     first, byte = chunk * TOGETHER, chunk * 128
-    if (chunk + 1) * CHUNK > values.size:
-        cpu.put(few[: scales.size - first], scales[first:])
-        cpu.put(room[: codes.size - byte], codes[byte:])
+    cpu.put(padded[1][: scales.size - first], scales[first:])
+    cpu.put(padded[2][: codes.size - byte], codes[byte:])
 
 
 @cpu.compiled
 def encode_chunks(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    """Encode chunks of eight blocks."""
+    """Encode chunks of eight blocks, of which the last may be short."""
     work, padded = _work_space()
-    for chunk in range(lo, hi):
-        part, few, room = _frame(chunk, values, scales, codes, padded)
-        _encode_chunk(part, few, room, work)
-        _put_back(chunk, values, few, room, scales, codes)
+    whole = min(hi, values.size // CHUNK)
+    for chunk in range(lo, whole):
+        at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+        few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
+        _encode_chunk(values[at : at + CHUNK], few, room, work)
+    for chunk in range(whole, hi):
+        _pad(chunk, values, scales, codes, padded)
+        _encode_chunk(padded[0], padded[1], padded[2], work)
+        _put_back(chunk, padded, scales, codes)
 
 
 @cpu.compiled
 def _encode_hadamard(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
     work, padded = _work_space()
-    for chunk in range(lo, hi):
-        part, few, room = _frame(chunk, values, scales, codes, padded)
-        _encode_chunk_hadamard(part, few, room, work)
-        _put_back(chunk, values, few, room, scales, codes)
+    whole = min(hi, values.size // CHUNK)
+    for chunk in range(lo, whole):
+        at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+        few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
+        _encode_chunk_hadamard(values[at : at + CHUNK], few, room, work)
+    for chunk in range(whole, hi):
+        _pad(chunk, values, scales, codes, padded)
+        _encode_chunk_hadamard(padded[0], padded[1], padded[2], work)
+        _put_back(chunk, padded, scales, codes)
+
+
+@cpu.linked
+def _decode_rest(scales, codes, factor, add, out):  # type: ignore[no-untyped-def]
+    """Decode what is left behind the whole blocks."""
+    block, spare = out.size // BLOCK, np.empty(CHUNK, np.float32)
+    _unpack(codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor, spare)
+    for i in range(out.size - block * BLOCK):
+        at = block * BLOCK + i
+        out[at] = out[at] + spare[i] if add else spare[i]
 
 
 @cpu.compiled
 def decode_chunks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
     """Decode chunks, of which the last may be short; adds `factor` times the values if `add`."""
-    spare = np.empty(CHUNK, np.float32)
-    for block in range(lo * TOGETHER, min(hi * TOGETHER, scales.size)):
+    end = min(hi * TOGETHER, scales.size)
+    whole = min(end, out.size // BLOCK)
+    for block in range(lo * TOGETHER, whole):
         pairs, scale = codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor
-        target = out[block * BLOCK : min(block * BLOCK + BLOCK, out.size)]
-        if target.size < BLOCK:
-            for i in range(16):
-                spare[i] = _low(pairs[i]) * scale
-                spare[i + 16] = _high(pairs[i]) * scale
-            for i in range(target.size):
-                target[i] = target[i] + spare[i] if add else spare[i]
-        elif add:
-            for i in range(16):
-                target[i] += _low(pairs[i]) * scale
-                target[i + 16] += _high(pairs[i]) * scale
+        part = slice(block * BLOCK, block * BLOCK + BLOCK)
+        if add:
+            _unpack_add(pairs, scale, out[part])
         else:
-            for i in range(16):
-                target[i] = _low(pairs[i]) * scale
-                target[i + 16] = _high(pairs[i]) * scale
+            _unpack(pairs, scale, out[part])
+    if whole < end:
+        _decode_rest(scales, codes, factor, add, out)
 
 
 @cpu.compiled
 def _decode_hadamard(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
     work, padded = _work_space()
-    for chunk in range(lo, hi):
-        target, few, room = _frame(chunk, out, scales, codes, padded)
-        _decode_chunk_hadamard(few, room, factor, add, target, work)
-        if target.size > out.size - chunk * CHUNK:
-            cpu.put(target[: out.size - chunk * CHUNK], out[chunk * CHUNK :])
+    whole = min(hi, out.size // CHUNK)
+    for chunk in range(lo, whole):
+        at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+        few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
+        _decode_chunk_hadamard(few, room, factor, add, out[at : at + CHUNK], work)
+    for chunk in range(whole, hi):
+        _pad(chunk, out, scales, codes, padded)
+        _decode_chunk_hadamard(padded[1], padded[2], factor, add, padded[0], work)
+        cpu.put(padded[0][: out.size - chunk * CHUNK], out[chunk * CHUNK :])
 
 
 @cpu.compiled

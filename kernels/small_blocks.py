@@ -18,7 +18,7 @@ CHUNK: Final = BLOCK * TOGETHER
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 
 
-@cpu.linked
+@cpu.inlined
 def _halve(source, half):  # type: ignore[no-untyped-def]
     for i in range(half.size):
         half[i] = np.uint32(max(source[2 * i], source[2 * i + 1]))

@@ -56,19 +56,19 @@ _TOP: Final = np.float32(7)
 _SET, _ADD, _CLEAR = 0, 1, 2
 
 
-@cpu.scalar
+@cpu.embedded
 def _nearest(value):  # type: ignore[no-untyped-def]
     """Bits of the bfloat16 nearest to a float32 that is given by its bits and is not NaN."""
     odd = np.uint32(np.uint32(value >> _HALF) & _ONE)
     return np.uint32(np.uint32(value + np.uint32(_ROUND + odd)) >> _HALF)
 
 
-@cpu.scalar
+@cpu.embedded
 def _level(mean):  # type: ignore[no-untyped-def]
     return min(_nearest(np.float32(mean).view(np.uint32)), _CAP)
 
 
-@cpu.scalar
+@cpu.embedded
 def _float(level):  # type: ignore[no-untyped-def]
     return np.uint32(level << _HALF).view(np.float32)
 

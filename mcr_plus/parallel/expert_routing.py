@@ -48,10 +48,11 @@ _COUNTS: Final = _ROWS + 1
 
 
 @cache
-def ready(dtype: torch.dtype, form: Format) -> None:
-    """Have the kernels for rows of a dtype in a format, and those for lists."""
+def ready(dtype: torch.dtype) -> None:
+    """Have the kernels for rows of a dtype, and those for lists."""
     lists_of.prepare()
-    row_kernels.prepare(dtype, form)
+    if dtype in row_kernels.DTYPES:
+        row_kernels.prepare()
 
 
 class Spread(NamedTuple):
@@ -328,7 +329,7 @@ class Routing:
 
         Of a rank that refuses its arguments, the header alone.
         """
-        ready(way.dtype, way.form)
+        ready(way.dtype)
         refuses = header is not None and bool(header[0, 0])
         out = Flow(np.zeros_like(self._out.rows), np.zeros_like(self._out.entries)) if refuses else self._out
         layout = way.layout(out, self._comm.rank) if refuses else self._layout(way, True)
@@ -431,7 +432,7 @@ class Routing:
             numbers: [rows], one that travels back for each row.
             async_op: do not wait.
         """
-        ready(values.dtype, self._facts.back)
+        ready(values.dtype)
         found = self._found
         way = Way(values.shape[1], values.dtype, self._facts.back, None if numbers is None else numbers.dtype)
         layout = self._layout(way, False)

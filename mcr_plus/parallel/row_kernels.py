@@ -209,12 +209,12 @@ _ONE: Final = np.float32(1)
 _encode_fp8: Final = fp8_block.encode_block_at
 
 
-@cpu.scalar
+@cpu.embedded
 def _float(half):  # type: ignore[no-untyped-def]
     return np.uint32(np.uint32(half) << _16).view(np.float32)
 
 
-@cpu.scalar
+@cpu.embedded
 def _bfloat16(value):  # type: ignore[no-untyped-def]
     bits = np.float32(value).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> _16) & _1)

@@ -336,8 +336,9 @@ KEPT: Final[dict[str, tuple[str, ...]]] = {
     "test_kernels_cast.py::test_the_triton_kernels_are_the_reference": ("dtype0",),
     "test_kernels_delta.py::test_payloads_made_on_a_gpu_are_those_of_the_cpu": ("torch.bfloat16",),
     "test_kernels_delta.py::test_the_triton_kernels_are_the_reference": ("torch.float32",),
-    "test_kernels_fp8_block.py::test_the_triton_kernels_are_the_reference": ("float32-e4m3",),
-    "test_kernels_int4_block.py::test_the_triton_kernels_are_the_reference": ("True",),
+    "test_kernels_blocks.py::test_the_triton_kernels_are_the_reference": (
+        "e4m3 float32", "int2_block", "int4_block hadamard", "int8_block", "sign1"
+    ),
     "test_kernels_int_shared.py::test_the_triton_kernels_are_the_reference": ("4-7", "2-4095"),
     "test_kernels_topk.py::test_exact_where_a_sample_decides_and_where_it_misleads": ("0.2",),
     "test_kernels_topk.py::test_the_cpu_kernels_are_the_reference": ("1e-06", "1.0"),

@@ -34,7 +34,7 @@ _LAYOUTS: Final = (
     "tests/jobs/test_dtensor.py"
 )
 _KERNELS: Final = (
-    "tests/unit/test_kernels_cast.py tests/unit/test_kernels_int8_block.py tests/unit/test_kernels_topk.py"
+    "tests/unit/test_kernels_cast.py tests/unit/test_kernels_blocks.py tests/unit/test_kernels_topk.py"
 )
 _DOCS: Final = "tests/unit/test_docs.py"
 _ALL: Final = f"{_OPERATIONS} {_LAUNCH} {_TORCH} {_LAYOUTS} {_DOCS}"

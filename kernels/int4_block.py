@@ -165,7 +165,7 @@ def _unpack_add(codes, scale, values):  # type: ignore[no-untyped-def]
         values[i + 16] += _high(codes[i]) * scale
 
 
-@cpu.linked
+@cpu.embedded
 def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
     scratch, largest = work[0].view(np.uint32), work[2].view(np.uint32)
     small_blocks.largest_of_each(values.view(np.uint32), scratch, largest)
@@ -272,14 +272,15 @@ def _decode_chunk_hadamard(scales, codes, factor, add, values, work):  # type: i
     _step_out(second, first)
     _step_out(first, second)
     for block in range(TOGETHER):
-        scale, part = _scale(scales[block]) * factor, slice(block * BLOCK, block * BLOCK + BLOCK)
-        source, target = second[part], values[part]
-        if add:
-            for i in range(BLOCK):
-                target[i] += source[i] * scale
-        else:
-            for i in range(BLOCK):
-                target[i] = source[i] * scale
+        scale = _scale(scales[block]) * factor
+        for i in range(BLOCK):
+            first[block * BLOCK + i] = scale
+    if add:
+        for i in range(CHUNK):
+            values[i] += second[i] * first[i]
+    else:
+        for i in range(CHUNK):
+            values[i] = second[i] * first[i]
 
 
 @cpu.embedded

@@ -248,21 +248,7 @@ def _decode_float32(scales, codes, out, factor, add, decoding, lo, hi):  # type:
 
 @cpu.compiled
 def _reduce_float32(  # type: ignore[no-untyped-def]
-    wires,
-    room,
-    skip,
-    factor,
-    decoding,
-    total,
-    bits,
-    scales,
-    marks,
-    codes,
-    step,
-    top,
-    encoding,
-    lo,
-    hi,
+    wires, room, skip, factor, decoding, total, bits, scales, marks, codes, step, top, encoding, lo, hi
 ):
     for first in range(lo, hi, _STRIP):
         end = min(first + _STRIP, hi)
@@ -343,20 +329,7 @@ def _decode_e8m0(exponents, codes, out, factor, add, decoding, lo, hi):  # type:
 
 @cpu.compiled
 def _reduce_e8m0(  # type: ignore[no-untyped-def]
-    wires,
-    room,
-    skip,
-    factor,
-    decoding,
-    total,
-    bits,
-    exponents,
-    codes,
-    emax,
-    top,
-    encoding,
-    lo,
-    hi,
+    wires, room, skip, factor, decoding, total, bits, exponents, codes, emax, top, encoding, lo, hi
 ):
     for first in range(lo, hi, _STRIP):
         end = min(first + _STRIP, hi)

@@ -57,7 +57,7 @@ class Format:
     def gpu_encode(self, gpu: Any, values: torch.Tensor, wire: torch.Tensor) -> None:
         """Encode by Triton."""
         size = values.numel()
-        last = ()
+        last: tuple[float, ...] = ()
         if self.kernel is sign1:
             last = (sign1.mean_factor(size - (sign1.blocks_of(size) - 1) * sign1.BLOCK),)
         gpu.encode(values, *self.kernel.split(wire, size, *self.sizing), *self.arguments, *last)

@@ -123,7 +123,7 @@ def encode_reference(values: torch.Tensor) -> torch.Tensor:
 # --- CPU ----------------------------------------------------------------------------------------------------
 
 
-@cpu.linked
+@cpu.inlined
 def _encode_block(halves, uppers, codes, exponents, packed, rest, found):  # type: ignore[no-untyped-def]
     """Encode whole 256 upper halves; appends to `rest`. Returns the head, and how many `rest` now holds."""
     largest = np.uint16(0)
@@ -192,7 +192,7 @@ def _encode(values, shift, heads, codes, uppers, lowers, lo, hi):  # type: ignor
     return rest[:found]
 
 
-@cpu.linked
+@cpu.inlined
 def _decode_exponents(head, codes, rest, at, exponents):  # type: ignore[no-untyped-def]
     """Write a block's 256 exponents; returns whether as many did not fit as its head says."""
     largest, count = np.uint8(head & np.uint16(255)), np.int64(head >> np.uint16(8))
@@ -220,7 +220,7 @@ def _decode_exponents(head, codes, rest, at, exponents):  # type: ignore[no-unty
     return found - at == count
 
 
-@cpu.linked
+@cpu.inlined
 def _join(uppers, exponents, halves):  # type: ignore[no-untyped-def]
     for i in range(uppers.size):
         byte = np.uint16(uppers[i])

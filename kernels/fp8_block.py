@@ -151,27 +151,28 @@ _TINIEST: Final = np.float32(2.0**-126)
 _ONE: Final = np.float32(1)
 _SMALL: Final = small_blocks.BLOCK
 _TOGETHER: Final = small_blocks.TOGETHER
-_STRIP: Final = 8  # chunks, which stay in the first cache while they are summed and encoded
 
 
-@cpu.embedded
-def _code(value, top, shift, lowest):  # type: ignore[no-untyped-def]
-    """The code of a value in units of its block's scale, none above `top`.
+@cpu.inlined
+def _quantise(values, per_unit, top, codes, encoding):  # type: ignore[no-untyped-def]
+    """Write the codes of `values` × `per_unit`, none above `top`.
 
     A float whose last bit is worth as much as the last bit of the code is added: that rounds, and the
     sum's mantissa counts the units. Below `lowest` they stay the same, as those of the code do.
     """
-    bits = np.float32(value).view(np.uint32)
-    magnitude = np.uint32(bits & _MAGNITUDE)
-    exponent = np.uint32(max(magnitude, lowest) & _INFINITE)
-    anchor = np.uint32(exponent + np.uint32(shift << _MANTISSA))
-    total = np.float32(magnitude.view(np.float32) + anchor.view(np.float32)).view(np.uint32)
-    above = np.uint32(np.uint32(exponent - lowest) >> np.uint32(shift & _SHIFTS))
-    code = np.uint32(np.uint32(total - anchor) + above)
-    return np.uint8(min(code, top) | np.uint32(np.uint32(bits >> _TO_SIGN) & _CODE_SIGN))
+    shift, lowest = encoding
+    for i in range(values.size):
+        bits = np.float32(values[i] * per_unit).view(np.uint32)
+        magnitude = np.uint32(bits & _MAGNITUDE)
+        exponent = np.uint32(max(magnitude, lowest) & _INFINITE)
+        anchor = np.uint32(exponent + np.uint32(shift << _MANTISSA))
+        total = np.float32(magnitude.view(np.float32) + anchor.view(np.float32)).view(np.uint32)
+        above = np.uint32(np.uint32(exponent - lowest) >> np.uint32(shift & _SHIFTS))
+        code = np.uint32(np.uint32(total - anchor) + above)
+        codes[i] = np.uint8(min(code, top) | np.uint32(np.uint32(bits >> _TO_SIGN) & _CODE_SIGN))
 
 
-@cpu.embedded
+@cpu.inlined
 def _value(code, decoding):  # type: ignore[no-untyped-def]
     # Not as a denormal float32 times a power of two: processors take long over those.
     shift, bias, normal, least = decoding
@@ -212,9 +213,7 @@ def _encode_block(values, bits, scales, marks, codes, block, step, top, encoding
     else:
         marks[block] = largest
         scales[block] = max(scales[block] * step, _TINIEST)
-        per_unit = _ONE / scales[block]
-        for i in range(values.size):
-            codes[i] = _code(values[i] * per_unit, top, encoding[0], encoding[1])
+        _quantise(values, _ONE / scales[block], top, codes, encoding)
 
 
 @cpu.inlined
@@ -248,45 +247,55 @@ def _decode_float32(scales, codes, out, factor, add, decoding, lo, hi):  # type:
 
 @cpu.compiled
 def _reduce_float32(  # type: ignore[no-untyped-def]
-    wires, room, skip, factor, decoding, total, bits, scales, marks, codes, step, top, encoding, lo, hi
+    wires,
+    room,
+    all_scales,
+    skip,
+    factor,
+    decoding,
+    total,
+    bits,
+    scales,
+    marks,
+    codes,
+    step,
+    top,
+    encoding,
+    lo,
+    hi,
 ):
-    for first in range(lo, hi, _STRIP):
-        end = min(first + _STRIP, hi)
+    for block in range(lo, hi):
+        at = block * CHUNK
+        end = min(at + CHUNK, total.size)
         for row in range(wires.shape[0]):
             if row != skip:
-                theirs, source = (
-                    wires[row, : 4 * scales.size].view(np.float32),
-                    wires[row, room : room + total.size],
-                )
-                _decode_float32(theirs, source, total, factor, True, decoding, first, end)
-        _encode_float32(total, bits, scales, marks, codes, step, top, encoding, first, end)
+                source = wires[row, room + at : room + end]
+                add_values(source, all_scales[row, block] * factor, total[at:end], decoding)
+        encode_block_at(block, total, bits, scales, marks, codes, step, top, encoding)
 
 
 # e8m0 scales
 
 
-@cpu.embedded
+@cpu.inlined
 def _power(exponent):  # type: ignore[no-untyped-def]
     bits = max(np.uint32(np.uint32(exponent) << _MANTISSA), _HALF_A_NORMAL)
     return np.uint32(_NAN if np.uint32(exponent) == _E_NAN else bits).view(np.float32)
 
 
-@cpu.linked
+@cpu.inlined
 def _encode_chunk(values, bits, exponents, codes, emax, top, encoding, scratch, largest):  # type: ignore[no-untyped-def]
     small_blocks.largest_of_each(bits, scratch, largest)
     for block in range(exponents.size):
         part = slice(block * _SMALL, block * _SMALL + _SMALL)
         if largest[block] >= _INFINITE:
             exponents[block] = _E_NAN
-            for i in range(_SMALL):
-                codes[block * _SMALL + i] = 0
+            codes[part] = 0
         else:
             exponent = np.uint32(max(np.uint32(largest[block] >> _MANTISSA), emax) - emax)
             exponents[block] = np.uint8(exponent)
             per_unit = np.uint32(np.uint32(_RECIPROCAL - exponent) << _MANTISSA).view(np.float32)
-            source, target = values[part], codes[part]
-            for i in range(target.size):
-                target[i] = _code(source[i] * per_unit, top, encoding[0], encoding[1])
+            _quantise(values[part], per_unit, top, codes[part], encoding)
 
 
 @cpu.inlined
@@ -329,15 +338,32 @@ def _decode_e8m0(exponents, codes, out, factor, add, decoding, lo, hi):  # type:
 
 @cpu.compiled
 def _reduce_e8m0(  # type: ignore[no-untyped-def]
-    wires, room, skip, factor, decoding, total, bits, exponents, codes, emax, top, encoding, lo, hi
+    wires,
+    room,
+    all_exponents,
+    skip,
+    factor,
+    decoding,
+    total,
+    bits,
+    exponents,
+    codes,
+    emax,
+    top,
+    encoding,
+    lo,
+    hi,
 ):
-    for first in range(lo, hi, _STRIP):
-        end = min(first + _STRIP, hi)
+    scratch, largest = np.empty(CHUNK, np.uint32), np.empty(_TOGETHER, np.uint32)
+    for chunk in range(lo, hi):
         for row in range(wires.shape[0]):
             if row != skip:
-                theirs, source = wires[row, : exponents.size], wires[row, room : room + total.size]
-                _decode_e8m0(theirs, source, total, factor, True, decoding, first, end)
-        _encode_e8m0(total, bits, exponents, codes, emax, top, encoding, first, end)
+                for block in range(chunk * _TOGETHER, min(chunk * _TOGETHER + _TOGETHER, exponents.size)):
+                    at = block * _SMALL
+                    end = min(at + _SMALL, total.size)
+                    scale = _power(all_exponents[row, block]) * factor
+                    add_values(wires[row, room + at : room + end], scale, total[at:end], decoding)
+        _encode_chunk_at(chunk, total, bits, exponents, codes, emax, top, encoding, scratch, largest)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -392,7 +418,9 @@ def reduce(
     kernel = _reduce_float32 if scale == "float32" else _reduce_e8m0
     scales, codes = split(wire, total.numel(), scale)
     room = _scale_nbytes(total.numel(), scale)
-    arrays = (wires.contiguous().numpy(), room, skip, np.float32(factor), decoding_of(fmt))
+    many = wires.numpy()
+    all_scales = many[:, : scales.nbytes].view(scales.numpy().dtype)
+    arrays = (many, room, all_scales, skip, np.float32(factor), decoding_of(fmt))
     rest = _encoder(total, scales, codes, fmt, scale)
     cpu.spread(kernel, chunks_of(total), total.nbytes, *arrays, *rest)
 

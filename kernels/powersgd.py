@@ -90,7 +90,7 @@ def _matrices(
 # --- CPU ----------------------------------------------------------------------------------------------------
 
 
-@cpu.linked
+@cpu.inlined
 def _dot(first, second):  # type: ignore[no-untyped-def]
     # Four sums: each addition waits for the one before it.
     a = b = c = d = np.float64(0)
@@ -105,7 +105,7 @@ def _dot(first, second):  # type: ignore[no-untyped-def]
     return (a + b) + (c + d)
 
 
-@cpu.linked
+@cpu.inlined
 def _take(source, basis, row):  # type: ignore[no-untyped-def]
     """Make `source` row `row` of the basis; False, and no use of that row, if it depends on the others."""
     target = basis[row]
@@ -131,21 +131,12 @@ def _take(source, basis, row):  # type: ignore[no-untyped-def]
     return True
 
 
-@cpu.linked
-def _is_finite(rows):  # type: ignore[no-untyped-def]
-    finite = True
-    for row in range(rows.shape[0]):
-        for i in range(rows.shape[1]):
-            finite &= np.isfinite(rows[row, i])
-    return finite
-
-
 @cpu.compiled
 def _orthonormalise(factors, spare, lo, hi):  # type: ignore[no-untyped-def]
     basis = np.empty(spare.shape, np.float64)
     for batch in range(lo, hi):
         rows = factors[batch]
-        if not _is_finite(rows):
+        if not np.isfinite(rows).all():
             rows[:] = np.nan
             continue
         for row in range(rows.shape[0]):
@@ -155,14 +146,14 @@ def _orthonormalise(factors, spare, lo, hi):  # type: ignore[no-untyped-def]
             cpu.put(basis[row], rows[row])
 
 
-@cpu.linked
+@cpu.inlined
 def _add_four(target, a, first, b, second, c, third, d, fourth):  # type: ignore[no-untyped-def]
     # Four at a time: a quarter of the loads and stores of the target.
     for i in range(target.size):
         target[i] += (a * first[i] + b * second[i]) + (c * third[i] + d * fourth[i])
 
 
-@cpu.linked
+@cpu.inlined
 def _add_one(target, a, first):  # type: ignore[no-untyped-def]
     for i in range(target.size):
         target[i] += a * first[i]

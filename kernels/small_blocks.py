@@ -24,7 +24,7 @@ def _halve(source, half):  # type: ignore[no-untyped-def]
         half[i] = np.uint32(max(source[2 * i], source[2 * i + 1]))
 
 
-@cpu.linked
+@cpu.inlined
 def largest_of_each(bits, scratch, largest):  # type: ignore[no-untyped-def]
     """Write the bits of the largest magnitude of each block to `largest`.
 

@@ -148,7 +148,9 @@ def _experts() -> None:
     from mcr_plus.parallel import routing_kernels, row_kernels
 
     routing_kernels.prepare()
-    row_kernels.prepare()
+    for dtype in row_kernels.DTYPES:
+        for form in row_kernels.FORMATS:
+            row_kernels.prepare(dtype, form)
 
 
 def _checksums() -> None:

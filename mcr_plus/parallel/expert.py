@@ -179,7 +179,7 @@ def dispatch(
     facts = Facts(
         count, ids.shape[1], x.shape[1], x.dtype, None if weights is None else weights.dtype, *formats
     )
-    ready(x.dtype)
+    ready(x.dtype, facts.there)
     numbers = ids.detach().to("cpu", torch.int64).contiguous().numpy()
     sent = lists_of.sent(numbers, spread(count, comm.size).owners, comm.size, comm.rank, limit)
     made = Routing(comm, facts, sent, len(x), tag, backend)

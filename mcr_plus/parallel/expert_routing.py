@@ -48,11 +48,10 @@ _COUNTS: Final = _ROWS + 1
 
 
 @cache
-def ready(dtype: torch.dtype) -> None:
-    """Have the kernels for rows of a dtype, and those for lists."""
+def ready(dtype: torch.dtype, form: Format) -> None:
+    """Have the kernels for rows of a dtype in a format, and those for lists."""
     lists_of.prepare()
-    if dtype in row_kernels.DTYPES:
-        row_kernels.prepare()
+    row_kernels.prepare(dtype, form)
 
 
 class Spread(NamedTuple):
@@ -329,7 +328,7 @@ class Routing:
 
         Of a rank that refuses its arguments, the header alone.
         """
-        ready(way.dtype)
+        ready(way.dtype, way.form)
         refuses = header is not None and bool(header[0, 0])
         out = Flow(np.zeros_like(self._out.rows), np.zeros_like(self._out.entries)) if refuses else self._out
         layout = way.layout(out, self._comm.rank) if refuses else self._layout(way, True)
@@ -432,7 +431,7 @@ class Routing:
             numbers: [rows], one that travels back for each row.
             async_op: do not wait.
         """
-        ready(values.dtype)
+        ready(values.dtype, self._facts.back)
         found = self._found
         way = Way(values.shape[1], values.dtype, self._facts.back, None if numbers is None else numbers.dtype)
         layout = self._layout(way, False)

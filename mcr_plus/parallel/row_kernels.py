@@ -13,7 +13,6 @@ results but for the order of additions.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Final, Literal, NamedTuple
 
 import numba
@@ -190,9 +189,9 @@ def unpack_sums_reference(
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
-# Rows are bytes, whose format is a number: kernels for each pair of formats would be compiled apart.
+# The dtype of an array is the format of its rows: float32 is plain, uint16 bfloat16, and uint8 fp8_block.
 
-_PLAIN, _BF16, _FP8 = 0, 1, 2
+_OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
 _16: Final = np.uint32(16)
 _1: Final = np.uint32(1)
 _ROUND: Final = np.uint32(0x7FFF)
@@ -206,77 +205,95 @@ _STEP: Final = np.float32(_E4M3.step)
 _TOP: Final = np.uint32(_E4M3.top)
 _ONE: Final = np.float32(1)
 
+_set_fp8: Final = fp8_block.set_values
+_add_fp8: Final = fp8_block.add_values
 _encode_fp8: Final = fp8_block.encode_block_at
 
 
-@cpu.embedded
-def _float(half):  # type: ignore[no-untyped-def]
-    return np.uint32(np.uint32(half) << _16).view(np.float32)
+def _by_dtype(position: int, **implementations: Any) -> Any:
+    """A function for kernels that is chosen by the dtype of an argument."""
+
+    def stub(*_: Any) -> None:
+        raise NotImplementedError
+
+    by_type = {_numba.types.float32: "plain", _numba.types.uint16: "bf16", _numba.types.uint8: "fp8"}
+
+    def choose(a, b, c):  # type: ignore[no-untyped-def]
+        return implementations[by_type[(a, b, c)[position].dtype]]
+
+    _numba.extending.overload(stub, jit_options=_OPTIONS)(choose)
+    return stub
 
 
-@cpu.embedded
-def _bfloat16(value):  # type: ignore[no-untyped-def]
-    bits = np.float32(value).view(np.uint32)
-    odd = np.uint32(np.uint32(bits >> _16) & _1)
-    rounded = np.uint32(np.uint32(np.uint32(bits + _ROUND) + odd) >> _16)
-    return _NAN if np.uint32(bits & _MAGNITUDE) > _INFINITE else np.uint16(rounded)
+def _load_plain(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    for i in range(b.size):
+        b[i] = a[i]
 
 
-@cpu.linked
-def _load(row, form, numbers):  # type: ignore[no-untyped-def]
-    """Float32 `numbers` become those of the row."""
-    if form == _PLAIN:
-        cpu.put(row.view(np.float32), numbers)
-    elif form == _BF16:
-        halves = row.view(np.uint16)
-        for i in range(numbers.size):
-            numbers[i] = _float(halves[i])
-    else:
-        blocks = (numbers.size + _BLOCK - 1) // _BLOCK
-        scales, codes = row[: 4 * blocks].view(np.float32), row[4 * blocks :]
-        for block in range(blocks):
-            part = slice(block * _BLOCK, min(block * _BLOCK + _BLOCK, numbers.size))
-            fp8_block.set_values(codes[part], scales[block], numbers[part], _DECODING)
+def _load_bf16(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    for i in range(b.size):
+        b[i] = np.uint32(np.uint32(a[i]) << _16).view(np.float32)
 
 
-@cpu.linked
-def _add(row, form, numbers, factor):  # type: ignore[no-untyped-def]
-    """Add the row times a factor."""
-    if form == _PLAIN:
-        plain = row.view(np.float32)
-        for i in range(numbers.size):
-            numbers[i] += plain[i] * factor
-    elif form == _BF16:
-        halves = row.view(np.uint16)
-        for i in range(numbers.size):
-            numbers[i] += _float(halves[i]) * factor
-    else:
-        blocks = (numbers.size + _BLOCK - 1) // _BLOCK
-        scales, codes = row[: 4 * blocks].view(np.float32), row[4 * blocks :]
-        for block in range(blocks):
-            part = slice(block * _BLOCK, min(block * _BLOCK + _BLOCK, numbers.size))
-            fp8_block.add_values(codes[part], scales[block] * factor, numbers[part], _DECODING)
+def _load_fp8(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    blocks = (b.size + _BLOCK - 1) // _BLOCK
+    scales, codes = a[: 4 * blocks].view(np.float32), a[4 * blocks :]
+    for block in range(blocks):
+        at = block * _BLOCK
+        end = min(at + _BLOCK, b.size)
+        _set_fp8(codes[at:end], scales[block], b[at:end], _DECODING)
 
 
-@cpu.linked
-def _store(numbers, row, form):  # type: ignore[no-untyped-def]
-    """Write the row."""
-    if form == _PLAIN:
-        cpu.put(numbers, row.view(np.float32))
-    elif form == _BF16:
-        halves = row.view(np.uint16)
-        for i in range(numbers.size):
-            halves[i] = _bfloat16(numbers[i])
-    else:
-        blocks, bits = (numbers.size + _BLOCK - 1) // _BLOCK, numbers.view(np.uint32)
-        scales, codes = row[: 4 * blocks].view(np.float32), row[4 * blocks : 4 * blocks + numbers.size]
-        marks = scales.view(np.uint32)
-        for block in range(blocks):
-            _encode_fp8(block, numbers, bits, scales, marks, codes, _STEP, _TOP, _ENCODING)
+def _add_plain(a, b, c):  # type: ignore[no-untyped-def]
+    for i in range(b.size):
+        b[i] += a[i] * c
 
 
-# `reassoc` for vector instructions; NaN and infinity stay what they are.
-@_numba.njit(fastmath={"reassoc"}, nogil=True, error_model="numpy", no_cpython_wrapper=True)
+def _add_bf16(a, b, c):  # type: ignore[no-untyped-def]
+    for i in range(b.size):
+        b[i] += np.uint32(np.uint32(a[i]) << _16).view(np.float32) * c
+
+
+def _add_blocks(a, b, c):  # type: ignore[no-untyped-def]
+    blocks = (b.size + _BLOCK - 1) // _BLOCK
+    scales, codes = a[: 4 * blocks].view(np.float32), a[4 * blocks :]
+    for block in range(blocks):
+        at = block * _BLOCK
+        end = min(at + _BLOCK, b.size)
+        _add_fp8(codes[at:end], scales[block] * c, b[at:end], _DECODING)
+
+
+def _store_plain(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    for i in range(a.size):
+        b[i] = a[i]
+
+
+def _store_bf16(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    for i in range(a.size):
+        bits = np.float32(a[i]).view(np.uint32)
+        odd = np.uint32(np.uint32(bits >> _16) & _1)
+        rounded = np.uint32(np.uint32(np.uint32(bits + _ROUND) + odd) >> _16)
+        b[i] = _NAN if np.uint32(bits & _MAGNITUDE) > _INFINITE else np.uint16(rounded)
+
+
+def _store_fp8(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    blocks = (a.size + _BLOCK - 1) // _BLOCK
+    scales, codes = b[: 4 * blocks].view(np.float32), b[4 * blocks : 4 * blocks + a.size]
+    for block in range(blocks):
+        _encode_fp8(
+            block, a, a.view(np.uint32), scales, scales.view(np.uint32), codes, _STEP, _TOP, _ENCODING
+        )
+
+
+_load = _by_dtype(0, plain=_load_plain, bf16=_load_bf16, fp8=_load_fp8)
+"""`_load(row, numbers, None)`: float32 `numbers` become those of the row."""
+_add = _by_dtype(0, plain=_add_plain, bf16=_add_bf16, fp8=_add_blocks)
+"""`_add(row, numbers, factor)`: adds the row times a factor."""
+_store = _by_dtype(1, plain=_store_plain, bf16=_store_bf16, fp8=_store_fp8)
+"""`_store(numbers, row, None)`: writes the row."""
+
+
+@_numba.njit(fastmath={"reassoc"}, **_OPTIONS)  # for vector instructions; NaN and infinity stay what they are
 def _dot(a, b):  # type: ignore[no-untyped-def]
     total = np.float64(0)
     for i in range(a.size):
@@ -291,71 +308,66 @@ def _clear(numbers):  # type: ignore[no-untyped-def]
 
 
 @cpu.compiled
-def _pack(own, own_form, wire, wire_form, at, size, width, rows, lo, hi):  # type: ignore[no-untyped-def]
-    numbers = np.empty(width, np.float32)
+def _pack(values, rows, wire, at, size, lo, hi):  # type: ignore[no-untyped-def]
+    numbers = np.empty(values.shape[1], np.float32)
     for i in range(lo, hi):
-        _load(own[rows[i]], own_form, numbers)
-        _store(numbers, wire[at[i] : at[i] + size], wire_form)
+        _load(values[rows[i]], numbers, None)
+        _store(numbers, wire[at[i] : at[i] + size], None)
 
 
 @cpu.compiled
-def _unpack(own, own_form, wire, wire_form, at, size, width, sources, out, lo, hi):  # type: ignore[no-untyped-def]
-    numbers = np.empty(width, np.float32)
+def _unpack(own, wire, at, size, sources, out, lo, hi):  # type: ignore[no-untyped-def]
+    numbers = np.empty(out.shape[1], np.float32)
     for i in range(lo, hi):
         source = sources[i]
         if source < 0:
             cpu.put(own[-1 - source], out[i])
         else:
-            _load(wire[at[source] : at[source] + size], wire_form, numbers)
-            _store(numbers, out[i], own_form)
+            _load(wire[at[source] : at[source] + size], numbers, None)
+            _store(numbers, out[i], None)
 
 
 @cpu.compiled
-def _unpack_gradient(  # type: ignore[no-untyped-def]
-    own, own_form, wire, wire_form, at, size, width, sources, weights, answers, out, dots, lo, hi
-):
-    numbers, others = np.empty(width, np.float32), np.empty(width, np.float32)
+def _unpack_gradient(own, wire, at, size, sources, weights, answers, out, dots, lo, hi):  # type: ignore[no-untyped-def]
+    numbers, others = np.empty(out.shape[1], np.float32), np.empty(out.shape[1], np.float32)
     for i in range(lo, hi):
         source = sources[i]
         if source < 0:
-            _load(own[-1 - source], own_form, numbers)
+            _load(own[-1 - source], numbers, None)
         else:
-            _load(wire[at[source] : at[source] + size], wire_form, numbers)
-        _load(answers[i], own_form, others)
+            _load(wire[at[source] : at[source] + size], numbers, None)
+        _load(answers[i], others, None)
         dots[i] = _dot(numbers, others)
         for c in range(numbers.size):
             numbers[c] *= weights[i]
-        _store(numbers, out[i], own_form)
+        _store(numbers, out[i], None)
 
 
 @cpu.compiled
-def _pack_sums(  # type: ignore[no-untyped-def]
-    own, own_form, wire, wire_form, at, size, width, weights, weighted, firsts, items, lo, hi
-):
-    numbers = np.empty(width, np.float32)
+def _pack_sums(values, weights, weighted, firsts, items, wire, at, size, lo, hi):  # type: ignore[no-untyped-def]
+    numbers = np.empty(values.shape[1], np.float32)
     for i in range(lo, hi):
         _clear(numbers)
         for j in range(firsts[i], firsts[i + 1]):
             item = items[j]
-            _add(own[item], own_form, numbers, weights[item] if weighted else _ONE)
-        _store(numbers, wire[at[i] : at[i] + size], wire_form)
+            _add(values[item], numbers, weights[item] if weighted else _ONE)
+        _store(numbers, wire[at[i] : at[i] + size], None)
 
 
 @cpu.compiled
 def _unpack_sums(  # type: ignore[no-untyped-def]
-    own, own_form, wire, wire_form, at, size, width, weights, weighted, firsts, items, row_firsts, rows, out,
-    lo, hi,
-):  # fmt: skip
-    numbers = np.empty(width, np.float32)
+    values, weights, weighted, firsts, items, wire, at, size, row_firsts, rows, out, lo, hi
+):
+    numbers = np.empty(values.shape[1], np.float32)
     for i in range(lo, hi):
         _clear(numbers)
         for j in range(firsts[i], firsts[i + 1]):
             item = items[j]
-            _add(own[item], own_form, numbers, weights[item] if weighted else _ONE)
+            _add(values[item], numbers, weights[item] if weighted else _ONE)
         for j in range(row_firsts[i], row_firsts[i + 1]):
             row = at[rows[j]]
-            _add(wire[row : row + size], wire_form, numbers, _ONE)
-        _store(numbers, out[i], own_form)
+            _add(wire[row : row + size], numbers, _ONE)
+        _store(numbers, out[i], None)
 
 
 # --- launcher -----------------------------------------------------------------------------------------------
@@ -366,8 +378,8 @@ def pack(values: torch.Tensor, rows: Ints, wire: Wire) -> None:
     if not _by_kernel(values):
         pack_reference(values, rows, wire)
         return
-    nbytes = len(rows) * values.shape[1] * values.itemsize
-    cpu.spread(_pack, len(rows), nbytes, *_places(values, wire), rows)
+    array = _rows(values)
+    cpu.spread(_pack, len(rows), len(rows) * array.strides[0], array, rows, *_places(array, wire))
 
 
 def unpack(own: torch.Tensor, wire: Wire, sources: Ints, out: torch.Tensor) -> None:
@@ -378,7 +390,8 @@ def unpack(own: torch.Tensor, wire: Wire, sources: Ints, out: torch.Tensor) -> N
     if not _by_kernel(own):
         unpack_reference(own, wire, sources, out)
         return
-    cpu.spread(_unpack, len(sources), out.nbytes, *_places(own, wire), sources, _rows(out))
+    array = _rows(own)
+    cpu.spread(_unpack, len(sources), out.nbytes, array, *_places(array, wire), sources, _rows(out))
 
 
 def unpack_gradient(
@@ -398,8 +411,9 @@ def unpack_gradient(
     if not _by_kernel(own, answers) or weights.dtype != torch.float32:
         unpack_gradient_reference(own, wire, sources, weights, answers, out, weight_gradient)
         return
+    array = _rows(own)
     cpu.spread(
-        _unpack_gradient, len(sources), 2 * out.nbytes, *_places(own, wire), sources,
+        _unpack_gradient, len(sources), 2 * out.nbytes, array, *_places(array, wire), sources,
         weights.detach().numpy(), _rows(answers), _rows(out), weight_gradient.numpy(),
     )  # fmt: skip
 
@@ -409,8 +423,11 @@ def pack_sums(values: torch.Tensor, weights: torch.Tensor | None, lists: Lists, 
     if not _by_kernel(values) or not _usual(weights):
         pack_sums_reference(values, weights, lists, wire)
         return
-    nbytes = len(lists.items) * values.shape[1] * values.itemsize
-    cpu.spread(_pack_sums, len(wire.at), nbytes, *_places(values, wire), *_weights(weights), *lists)
+    array = _rows(values)
+    cpu.spread(
+        _pack_sums, len(wire.at), len(lists.items) * array.strides[0], array, *_weights(weights), *lists,
+        *_places(array, wire),
+    )  # fmt: skip
 
 
 def unpack_sums(
@@ -429,16 +446,20 @@ def unpack_sums(
     if not _by_kernel(values) or not _usual(weights):
         unpack_sums_reference(values, weights, own, wire, rows, out)
         return
-    places = _places(values, wire)
-    cpu.spread(_unpack_sums, len(out), out.nbytes, *places, *_weights(weights), *own, *rows, _rows(out))
+    array = _rows(values)
+    cpu.spread(
+        _unpack_sums, len(out), out.nbytes, array, *_weights(weights), *own, *_places(array, wire), *rows,
+        _rows(out),
+    )  # fmt: skip
 
 
-@cache
-def prepare() -> None:
-    """Compile the kernels of rows, or load them from disk."""
-    with preparing("expert rows"):
-        one, none = torch.zeros(1, 1, device="cpu"), np.zeros(1, np.int64)
-        wire = Wire(torch.zeros(16, dtype=torch.uint8, device="cpu"), none, "plain")
+def prepare(dtype: torch.dtype, form: Format) -> None:
+    """Compile, or load from disk, the kernels for rows of a dtype in a format."""
+    if dtype not in DTYPES:
+        return
+    with preparing(f"expert rows of {dtype} as {form}"):
+        one, none = torch.zeros(1, 1, dtype=dtype, device="cpu"), np.zeros(1, np.int64)
+        wire = Wire(torch.zeros(16, dtype=torch.uint8, device="cpu"), none, form)
         lists, weights = Lists(np.array([0, 1]), none), torch.ones(1, device="cpu")
         pack(one, none, wire)
         unpack(one, wire, none, torch.empty_like(one))
@@ -459,17 +480,20 @@ def _usual(weights: torch.Tensor | None) -> bool:
 
 
 def _rows(values: torch.Tensor) -> Any:
-    """The rows of a contiguous tensor as bytes."""
-    return values.detach().view(torch.uint8).numpy()
+    """A contiguous tensor as an array whose dtype is its format."""
+    plain = values.detach()
+    return (plain.view(torch.uint16) if values.dtype == torch.bfloat16 else plain).numpy()
 
 
 def _weights(weights: torch.Tensor | None) -> tuple[Any, bool]:
     return (np.empty(0, np.float32), False) if weights is None else (weights.detach().numpy(), True)
 
 
-def _places(own: torch.Tensor, wire: Wire) -> tuple[Any, int, Any, int, Ints, int, int]:
-    """What all kernels take: rows and their format; bytes, their format, places and size; values of a row."""
-    width, own_form = own.shape[1], _PLAIN if own.dtype == torch.float32 else _BF16
-    forms = {"plain": (own_form, width * own.itemsize), "bf16": (_BF16, 2 * width)}
-    wire_form, size = forms.get(wire.format, (_FP8, fp8_block.nbytes(width, "float32")))
-    return _rows(own), own_form, wire.bytes.numpy(), wire_form, wire.at, size, width
+def _places(values: Any, wire: Wire) -> tuple[Any, Ints, int]:
+    """The bytes as an array whose dtype is the format of its rows, and in its units their places and size."""
+    units: dict[Format, type] = {"plain": values.dtype, "bf16": np.uint16, "fp8_block": np.uint8}
+    array: Any = wire.bytes.numpy().view(units[wire.format])
+    width = values.shape[1]
+    size = fp8_block.nbytes(width, "float32") if wire.format == "fp8_block" else width
+    at = wire.at if array.itemsize == 1 else wire.at // array.itemsize
+    return array, at, size

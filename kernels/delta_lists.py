@@ -59,7 +59,7 @@ def _find(size, words, where):  # type: ignore[no-untyped-def]
     return count
 
 
-@cpu.linked
+@cpu.embedded
 def _step(here, there, where, steps, values, update):  # type: ignore[no-untyped-def]
     """Write how far each changed element has moved, and its new value; writes it to `there` if `update`."""
     sign, top = _ONE << np.uint64(8 * here.itemsize - 1), np.uint64(8 * here.itemsize - 1)
@@ -117,7 +117,7 @@ def _put_values(values, width, body, at):  # type: ignore[no-untyped-def]
     return at
 
 
-@cpu.linked
+@cpu.embedded
 def _write_list(where, steps, values, width, low, spaces, body):  # type: ignore[no-untyped-def]
     """Write the list of a block's changes to `body`; returns its length, also where it has no room.
 
@@ -239,7 +239,7 @@ def _take(lists, begin, nbytes, space):  # type: ignore[no-untyped-def]
         space[i] = np.uint8(0)
 
 
-@cpu.linked
+@cpu.embedded
 def _find_places(lists, count, low, size, spaces, one_at, where):  # type: ignore[no-untyped-def]
     """Write the places of `count` changes to `where`; returns whether the list contradicts itself."""
     low_bytes, one_bytes = spaces
@@ -271,7 +271,7 @@ def _find_places(lists, count, low, size, spaces, one_at, where):  # type: ignor
     return rest != _ZERO
 
 
-@cpu.linked
+@cpu.embedded
 def _read_list(lists, count, size, width, spaces, where, steps, far, values):  # type: ignore[no-untyped-def]
     """Read the list of `count` changes of a block of `size` elements.
 
@@ -313,7 +313,7 @@ def _read_list(lists, count, size, width, spaces, where, steps, far, values):  #
     return escaped
 
 
-@cpu.linked
+@cpu.embedded
 def _move(target, where, steps, far, values):  # type: ignore[no-untyped-def]
     sign, top = _ONE << np.uint64(8 * target.itemsize - 1), np.uint64(8 * target.itemsize - 1)
     full = sign | (sign - _ONE)

@@ -388,7 +388,9 @@ def encode_rest(
 def _start(
     values: torch.Tensor, decay: float, rest: torch.Tensor, with_rest: bool, form: Form, records: torch.Tensor
 ) -> None:
-    sources = (values.numpy(), np.float32(decay), rest.numpy(), rest.numpy().view(np.uint32), with_rest)
+    kept = rest.numpy()
+    given = values.numpy() if with_rest else kept
+    sources = (given, np.float32(decay), kept, kept.view(np.uint32), with_rest)
     arrays = (*sources, form.numbers, records.numpy().view(np.uint32))
     cpu.spread(_encode, len(rest), rest.nbytes, *arrays)
 

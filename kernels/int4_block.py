@@ -28,7 +28,7 @@ from mcr_plus.kernels import cpu, small_blocks
 BLOCK: Final = small_blocks.BLOCK
 TOGETHER: Final = small_blocks.TOGETHER
 CHUNK: Final = small_blocks.CHUNK
-STRIP: Final = 8
+STRIP: Final = 16
 """Chunks that stay in the first cache while they are summed and encoded."""
 STEP: Final = float(np.float32(1 / 7))
 TINIEST: Final = 2.0**-126
@@ -165,10 +165,13 @@ def _unpack_add(codes, scale, values):  # type: ignore[no-untyped-def]
         values[i + 16] += _high(codes[i]) * scale
 
 
+_largest_of_each: Any = cpu.linked(small_blocks.largest_of_each.py_func)
+
+
 @cpu.embedded
 def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
     scratch, largest = work[0].view(np.uint32), work[2].view(np.uint32)
-    small_blocks.largest_of_each(values.view(np.uint32), scratch, largest)
+    _largest_of_each(values.view(np.uint32), scratch, largest)
     for block in range(TOGETHER):
         part = slice(block * 16, block * 16 + 16)
         if largest[block] >= _INFINITE:

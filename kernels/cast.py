@@ -68,7 +68,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, key: counter.Key)
 # --- CPU ----------------------------------------------------------------------------------------------------
 
 
-@cpu.inlined
+@cpu.embedded
 def _bfloat16(bits, random):  # type: ignore[no-untyped-def]
     magnitude = np.uint32(bits & _MAGNITUDE)
     rounded = np.uint32(np.uint32(magnitude + np.uint32(random & _LOW_16)) >> _16)
@@ -76,7 +76,7 @@ def _bfloat16(bits, random):  # type: ignore[no-untyped-def]
     return np.uint16(chosen | np.uint32(np.uint32(bits & _SIGN) >> _16))
 
 
-@cpu.inlined
+@cpu.embedded
 def _float16(bits, random):  # type: ignore[no-untyped-def]
     magnitude = np.uint32(bits & _MAGNITUDE)
     exponent = np.uint32(magnitude >> _23)

@@ -32,14 +32,14 @@ def key_of(*parts: object) -> Key:
     return first, second
 
 
-@cpu.inlined
+@cpu.embedded
 def _mixed(x):  # type: ignore[no-untyped-def]
     x = np.uint32((x ^ (x >> _16)) * _A)
     x = np.uint32((x ^ (x >> _15)) * _B)
     return np.uint32(x ^ (x >> _16))
 
 
-@cpu.inlined
+@cpu.embedded
 def draw(index, first, second):  # type: ignore[no-untyped-def]
     """32 random bits for a uint32 index: for use in CPU kernels."""
     return _mixed(np.uint32(_mixed(np.uint32(index ^ first)) ^ second))

@@ -16,11 +16,13 @@ from numba.core import event
 from numba.core.ccallback import CFunc
 from numba.core.runtime.nrt import rtsys
 from numba.core.sigutils import normalize_signature
+from numba.core.types import unliteral
 
 from mcr_plus.kernels import sources
 from mcr_plus.kernels.compiling import compiling
 
 _numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
+_OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _GRAIN: Final = 256 << 10
 """Bytes of input for which another thread is worth waking."""
 
@@ -54,12 +56,35 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     Without `fastmath`, which would drop the checks for NaN and the rounding by magic numbers.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        kernel = _numba.njit(cache=True, **options)(function)
+        kernel = _numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
-        return _numba.njit(**options)(function)
+        return _without_literals(_numba.njit(**_OPTIONS)(function))
     _adapt(kernel._cache, function)
+    return _without_literals(kernel)
+
+
+def linked(function: Callable[..., Any]) -> Any:
+    """Compile a part of kernels once for all of them; only kernels can call it."""
+    return _without_literals(_numba.njit(no_cpython_wrapper=True, **_OPTIONS)(function))
+
+
+def embedded(function: Callable[..., Any]) -> Any:
+    """The same, and LLVM puts the code in place of each call: for functions of numbers.
+
+    numba's own inlining, see `inlined`, types and lowers a function again for every call.
+    """
+    return _numba.njit(no_cpython_wrapper=True, forceinline=True, **_OPTIONS)(function)
+
+
+def _without_literals(kernel: Any) -> Any:
+    """Compile calls from other kernels for the types of constants, not once more for their values."""
+    template = kernel.get_call_template
+
+    def template_of(args: Any, kws: Any) -> Any:
+        return template(tuple(map(unliteral, args)), {name: unliteral(each) for name, each in kws.items()})
+
+    kernel.get_call_template = template_of
     return kernel
 
 

@@ -24,25 +24,29 @@ for _place in range(64):
     _PLACES[(int(_DE_BRUIJN) << _place & (2**64 - 1)) >> 58] = _place
 
 
-@cpu.inlined
+@cpu.embedded
 def _order(bits, sign, top):  # type: ignore[no-untyped-def]
     """Position in the order of floats; `sign`: the highest bit, `top`: its number."""
     negative = _ZERO - (bits >> top)
     return bits ^ (sign | (negative & (sign - _ONE)))
 
 
-@cpu.inlined
-def _find(here, there, flags, words, where):  # type: ignore[no-untyped-def]
-    """Write the places of changed elements to `where`; returns their number.
-
-    `flags`: one for each element of a block, `words`: the same by 8. First all are compared, which goes
-    through vectors; then the flags of 64 elements become the bits of one word.
-    """
+@cpu.linked
+def _compare(here, there, flags):  # type: ignore[no-untyped-def]
+    """Write for each element whether it has changed, and zeros up to a multiple of 64."""
     size = here.size
     for i in range(size):
         flags[i] = np.uint8(here[i] != there[i])
     for i in range(size, -(-size // 64) * 64):
         flags[i] = np.uint8(0)
+
+
+@cpu.linked
+def _find(size, words, where):  # type: ignore[no-untyped-def]
+    """Write the places of changed elements to `where`; returns their number.
+
+    `words`: the flags of `_compare` by 8. Those of 64 elements become the bits of one word.
+    """
     count = 0
     for group in range(-(-size // 64)):
         bits = _ZERO
@@ -55,13 +59,27 @@ def _find(here, there, flags, words, where):  # type: ignore[no-untyped-def]
     return count
 
 
-@cpu.inlined
+@cpu.embedded
+def _step(here, there, where, steps, values, update):  # type: ignore[no-untyped-def]
+    """Write how far each changed element has moved, and its new value; writes it to `there` if `update`."""
+    sign, top = _ONE << np.uint64(8 * here.itemsize - 1), np.uint64(8 * here.itemsize - 1)
+    full = sign | (sign - _ONE)
+    for i in range(where.size):
+        at = where[i]
+        value = here[at]
+        steps[i] = _order(np.uint64(value), sign, top) - _order(np.uint64(there[at]), sign, top) & full
+        values[i] = value
+        if update:
+            there[at] = value
+
+
+@cpu.embedded
 def _lowest(bits):  # type: ignore[no-untyped-def]
     """The number of the lowest bit that is set (Leiserson, Prokop and Randall 1998)."""
     return np.int64(_PLACES[np.int64(((bits & (_ZERO - bits)) * _DE_BRUIJN) >> np.uint64(58))])
 
 
-@cpu.inlined
+@cpu.linked
 def _low_bits(size, count):  # type: ignore[no-untyped-def]
     """How many bits of each gap are stored as they are; about the logarithm of 0.69 times their mean."""
     bits = 0
@@ -73,7 +91,7 @@ def _low_bits(size, count):  # type: ignore[no-untyped-def]
     return bits
 
 
-@cpu.inlined
+@cpu.linked
 def _put_words(words, nbytes, body, at):  # type: ignore[no-untyped-def]
     """Write the first bytes of 32-bit words at `at`; returns the place behind them."""
     for i in range(nbytes // 4):
@@ -89,96 +107,115 @@ def _put_words(words, nbytes, body, at):  # type: ignore[no-untyped-def]
     return at
 
 
+@cpu.linked
+def _put_values(values, width, body, at):  # type: ignore[no-untyped-def]
+    """Write the first `width` bytes of each value at `at`; returns the place behind them."""
+    for i in range(values.size):
+        for k in range(width):
+            body[at] = np.uint8(values[i] >> np.uint64(8 * k) & np.uint64(255))
+            at += 1
+    return at
+
+
+@cpu.embedded
+def _write_list(where, steps, values, width, low, spaces, body):  # type: ignore[no-untyped-def]
+    """Write the list of a block's changes to `body`; returns its length, also where it has no room.
+
+    `spaces`: for its parts; the last one holds zeros, and does so again afterwards.
+    """
+    lows, classes, nibbles, escapes, ones = spaces
+    full = (_ONE << np.uint64(8 * width - 1)) - _ONE | _ONE << np.uint64(8 * width - 1)
+    not_two, mask = ~np.uint64(2), np.uint32((1 << low) - 1)
+    before, bit, low_bit, short, escaped, count = -1, 0, 0, 0, 0, where.size
+    part, kinds = _ZERO, np.uint32(0)
+    for i in range(count):
+        at = where[i]
+        gap = at - before - 1
+        before = at
+        bit += gap >> low
+        ones[bit >> 5] |= np.uint32(1) << np.uint32(bit & 31)
+        bit += 1
+        part |= np.uint64(np.uint32(gap) & mask) << np.uint64(low_bit & 31)
+        if (low_bit & 31) + low >= 32:
+            lows[low_bit >> 5] = np.uint32(part & _LOWER)
+            part >>= _HALF
+        low_bit += low
+        step = steps[i]
+        kind = np.uint32(step == full)
+        if (step + _ONE) & full & not_two != _ZERO:  # neither 1 nor -1, in one branch
+            up, down = step - np.uint64(2), (_ZERO - step) - np.uint64(2) & full
+            if up < _EIGHT:
+                kind = np.uint32(2)
+                nibbles[short] = np.uint8(up)
+                short += 1
+            elif down < _EIGHT:
+                kind = np.uint32(2)
+                nibbles[short] = np.uint8(down | _EIGHT)
+                short += 1
+            else:
+                kind = np.uint32(3)
+                escapes[escaped] = values[i]
+                escaped += 1
+        kinds |= kind << np.uint32(2 * (i & 15))
+        if i & 15 == 15:
+            classes[i >> 4] = kinds
+            kinds = np.uint32(0)
+    lows[low_bit >> 5] = np.uint32(part & _LOWER)
+    classes[count >> 4] = kinds
+    nibbles[short] = 0
+    sizes = (low_bit + 7) // 8, (count + 3) // 4, (short + 1) // 2, (bit + 7) // 8
+    length = sizes[0] + sizes[1] + sizes[2] + escaped * width + sizes[3]
+    length += length & 1
+    if length < body.size:
+        at = _put_words(lows, sizes[0], body, 0)
+        at = _put_words(classes, sizes[1], body, at)
+        for i in range(sizes[2]):
+            body[at + i] = nibbles[2 * i] | np.uint8(nibbles[2 * i + 1] << np.uint8(4))
+        at = _put_values(escapes[:escaped], width, body, at + sizes[2])
+        at = _put_words(ones, sizes[3], body, at)
+        if at < length:
+            body[at] = np.uint8(0)
+    for i in range((bit >> 5) + 1):
+        ones[i] = 0
+    return length
+
+
+@cpu.linked
+def _spaces():  # type: ignore[no-untyped-def]
+    """Steps, new values, flags and places of changes; room for the parts of a list."""
+    steps, values, flags = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint8)
+    words = np.zeros(BLOCK // 4 + 1, np.uint32)
+    ones, lows = words[: BLOCK // 8], words[BLOCK // 8 : BLOCK // 8 + BLOCK // 16]
+    classes, nibbles = words[BLOCK // 8 + BLOCK // 16 :], np.empty(BLOCK + 1, np.uint8)
+    parts = lows, classes, nibbles, np.empty(BLOCK, np.uint64), ones
+    return steps, values, flags, np.empty(BLOCK + 64, np.int32), parts
+
+
 @cpu.compiled
-def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]  # noqa: C901 - one loop
+def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]
     """List the changes of blocks, each at its place in `bodies`; writes them to `old` if `update`.
 
     `raw`: the bytes of `new`, `words`: those that are whole, by 8.
     """
     width = new.itemsize
-    sign, top = _ONE << np.uint64(8 * width - 1), np.uint64(8 * width - 1)
-    full = sign | (sign - _ONE)
-    minus_one, not_two = full, ~np.uint64(2)
-    flags, where = np.empty(BLOCK, np.uint8), np.empty(BLOCK + 64, np.int32)
-    flag_words = flags.view(np.uint64)
-    lows, ones = np.zeros(BLOCK // 16, np.uint32), np.zeros(BLOCK // 8, np.uint32)
-    classes = np.zeros(BLOCK // 16 + 1, np.uint32)
-    nibbles, escapes = np.empty(BLOCK + 1, np.uint8), np.empty(BLOCK, new.dtype)
+    steps, values, flags, where, spaces = _spaces()
     for block in range(lo, hi):
         first = block * BLOCK
         last = min(first + BLOCK, new.size)
-        here, there = new[first:last], old[first:last]
-        begin, end = first * width // 8, last * width // 8
-        count = _find(here, there, flags, flag_words, where)
-        low = _low_bits(here.size, count)
-        mask = np.uint32((1 << low) - 1)
-        before, bit, low_bit, short, escaped = -1, 0, 0, 0, 0
-        part, kinds = _ZERO, np.uint32(0)
-        for i in range(count):
-            at = where[i]
-            gap = at - before - 1
-            before = at
-            bit += gap >> low
-            ones[bit >> 5] |= np.uint32(1) << np.uint32(bit & 31)
-            bit += 1
-            part |= np.uint64(np.uint32(gap) & mask) << np.uint64(low_bit & 31)
-            if (low_bit & 31) + low >= 32:
-                lows[low_bit >> 5] = np.uint32(part & _LOWER)
-                part >>= _HALF
-            low_bit += low
-            value = here[at]
-            step = _order(np.uint64(value), sign, top) - _order(np.uint64(there[at]), sign, top)
-            step &= full
-            kind = np.uint32(step == minus_one)
-            if (step + _ONE) & full & not_two != _ZERO:  # neither 1 nor -1, in one branch
-                up, down = step - np.uint64(2), (_ZERO - step) - np.uint64(2) & full
-                if up < _EIGHT:
-                    kind = np.uint32(2)
-                    nibbles[short] = np.uint8(up)
-                    short += 1
-                elif down < _EIGHT:
-                    kind = np.uint32(2)
-                    nibbles[short] = np.uint8(down | _EIGHT)
-                    short += 1
-                else:
-                    kind = np.uint32(3)
-                    escapes[escaped] = value
-                    escaped += 1
-            kinds |= kind << np.uint32(2 * (i & 15))
-            if i & 15 == 15:
-                classes[i >> 4] = kinds
-                kinds = np.uint32(0)
-            if update:
-                there[at] = value
-        lows[low_bit >> 5] = np.uint32(part & _LOWER)
-        classes[count >> 4] = kinds
-        nibbles[short] = 0
-        hashes[block] = block_hash(words[begin:end], raw[end * 8 : last * width])
-        body = bodies[first * width : last * width]
-        sizes = (low_bit + 7) // 8, (count + 3) // 4, (short + 1) // 2, (bit + 7) // 8
-        length = sizes[0] + sizes[1] + sizes[2] + escaped * width + sizes[3]
-        length += length & 1
-        if length >= body.size:
+        here, there, body = new[first:last], old[first:last], bodies[first * width : last * width]
+        _compare(here, there, flags)
+        count = _find(here.size, flags.view(np.uint64), where)
+        _step(here, there, where[:count], steps, values, update)
+        end = last * width // 8
+        hashes[block] = block_hash(words[first * width // 8 : end], raw[end * 8 : last * width])
+        length = _write_list(where[:count], steps, values, width, _low_bits(here.size, count), spaces, body)
+        if length < body.size:
+            heads[block, 0], heads[block, 1] = count, length // 2
+            lengths[block] = length
+        else:
             cpu.put(raw[first * width : last * width], body)
             heads[block, 0], heads[block, 1] = RAW, 0
             lengths[block] = body.size
-        else:
-            at = _put_words(lows, sizes[0], body, 0)
-            at = _put_words(classes, sizes[1], body, at)
-            for i in range(sizes[2]):
-                body[at + i] = nibbles[2 * i] | np.uint8(nibbles[2 * i + 1] << np.uint8(4))
-            at += sizes[2]
-            for i in range(escaped):
-                value = np.uint64(escapes[i])
-                for k in range(width):
-                    body[at] = np.uint8(value >> np.uint64(8 * k) & np.uint64(255))
-                    at += 1
-            at = _put_words(ones, sizes[3], body, at)
-            if at < length:
-                body[at] = np.uint8(0)
-            heads[block, 0], heads[block, 1] = count, length // 2
-            lengths[block] = length
-        ones[: (bit >> 5) + 1] = 0
 
 
 @cpu.compiled
@@ -194,7 +231,7 @@ def compact(bodies, lengths, step):  # type: ignore[no-untyped-def]
     return at
 
 
-@cpu.inlined
+@cpu.linked
 def _take(lists, begin, nbytes, space):  # type: ignore[no-untyped-def]
     """Copy bytes of a list to the beginning of `space`, and zeros up to a multiple of 8 and 8 more."""
     cpu.put(lists[begin : begin + nbytes], space)
@@ -202,9 +239,11 @@ def _take(lists, begin, nbytes, space):  # type: ignore[no-untyped-def]
         space[i] = np.uint8(0)
 
 
-@cpu.inlined
-def _find_places(lists, count, low, size, low_bytes, low_words, one_at, one_bytes, one_words, where):  # type: ignore[no-untyped-def]
+@cpu.embedded
+def _find_places(lists, count, low, size, spaces, one_at, where):  # type: ignore[no-untyped-def]
     """Write the places of `count` changes to `where`; returns whether the list contradicts itself."""
+    low_bytes, one_bytes = spaces
+    low_words, one_words = low_bytes.view(np.uint32), one_bytes.view(np.uint64)
     _take(lists, 0, (count * low + 7) // 8, low_bytes)
     _take(lists, one_at, lists.size - one_at, one_bytes)
     last_word = (lists.size - one_at + 7) // 8
@@ -232,70 +271,93 @@ def _find_places(lists, count, low, size, low_bytes, low_words, one_at, one_byte
     return rest != _ZERO
 
 
+@cpu.embedded
+def _read_list(lists, count, size, width, spaces, where, steps, far, values):  # type: ignore[no-untyped-def]
+    """Read the list of `count` changes of a block of `size` elements.
+
+    Writes the places of the changes, and how far each element moves: 0 if it moves further than a step; the
+    numbers and values of these go to `far` and `values`. Returns how many they are, -1 if the list
+    contradicts itself.
+    """
+    low = _low_bits(size, count)
+    class_at = (count * low + 7) // 8
+    short_at = class_at + (count + 3) // 4
+    if short_at > lists.size:
+        return -1
+    short, escaped = 0, 0
+    for i in range(count):
+        kind = lists[class_at + i // 4] >> np.uint8(2 * (i % 4)) & np.uint8(3)
+        short += kind == 2
+        escaped += kind == 3
+    escape_at = short_at + (short + 1) // 2
+    one_at = escape_at + escaped * width
+    if one_at >= lists.size or _find_places(lists, count, low, size, spaces, one_at, where):
+        return -1
+    short, escaped = 0, 0
+    for i in range(count):
+        kind = lists[class_at + i // 4] >> np.uint8(2 * (i % 4)) & np.uint8(3)
+        step = _ONE - np.uint64(2) * np.uint64(kind)
+        if kind == 2:
+            code = np.uint64(lists[short_at + short // 2] >> np.uint8(4 * (short % 2)))
+            step = (code & _SEVEN) + np.uint64(2)
+            step = _ZERO - step if code & _EIGHT else step
+            short += 1
+        if kind == 3:
+            step = value = _ZERO
+            for k in range(width):
+                value |= np.uint64(lists[escape_at + k]) << np.uint64(8 * k)
+            escape_at += width
+            far[escaped], values[escaped] = i, value
+            escaped += 1
+        steps[i] = step
+    return escaped
+
+
+@cpu.embedded
+def _move(target, where, steps, far, values):  # type: ignore[no-untyped-def]
+    sign, top = _ONE << np.uint64(8 * target.itemsize - 1), np.uint64(8 * target.itemsize - 1)
+    full = sign | (sign - _ONE)
+    for i in range(where.size):
+        value = (_order(np.uint64(target[where[i]]), sign, top) + steps[i]) & full
+        # The inverse of the order: the highest bit is set where the sign was not.
+        target[where[i]] = value ^ (sign | ((value >> top) - _ONE) & (sign - _ONE))
+    for i in range(far.size):
+        target[where[far[i]]] = values[i]
+
+
+@cpu.linked
+def _touch(words, begin, end):  # type: ignore[no-untyped-def]
+    """Read words once in order, which the processor prefetches."""
+    touched = _ZERO
+    for i in range(begin, end, 8):
+        touched |= words[i]
+    return touched
+
+
 @cpu.compiled
-def apply_blocks(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignore[no-untyped-def]  # noqa: C901
+def apply_blocks(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignore[no-untyped-def]
     """Apply the lists of blocks to `out`; returns how many contradict themselves. Writes nothing outside."""
     width = out.itemsize
-    sign, top = _ONE << np.uint64(8 * width - 1), np.uint64(8 * width - 1)
-    full = sign | (sign - _ONE)
-    where = np.empty(BLOCK, np.int32)
-    low_bytes, one_bytes = np.empty(BLOCK * 8 + 16, np.uint8), np.empty(BLOCK * 8 + 16, np.uint8)
-    low_words, one_words = low_bytes.view(np.uint32), one_bytes.view(np.uint64)
+    steps, values = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
+    where, far = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32)
+    spaces = np.empty(BLOCK * 8 + 16, np.uint8), np.empty(BLOCK * 8 + 16, np.uint8)
     wrong = 0
     for block in range(lo, hi):
         first = block * BLOCK
         last = min(first + BLOCK, out.size)
-        count = np.int64(heads[block, 0])
+        begin, end = first * width // 8, last * width // 8
+        count, target = np.int64(heads[block, 0]), out[first:last]
         lists = body[starts[block] : starts[block + 1]]
         if count == RAW:
             cpu.put(lists, raw[first * width : last * width])
         elif count:
-            target = out[first:last]
-            low = _low_bits(target.size, count)
-            # One pass in order, which the processor prefetches, before changes are read here and there.
-            touched = _ZERO
-            for i in range(first * width // 8, last * width // 8 if count >= _MANY else 0, 8):
-                touched |= words[i]
-            hashes[block] = touched
-            class_at = (count * low + 7) // 8
-            short_at = class_at + (count + 3) // 4
-            is_wrong = short_at > lists.size
-            short, escaped = 0, 0
-            if not is_wrong:
-                for i in range(count):
-                    kind = lists[class_at + i // 4] >> np.uint8(2 * (i % 4)) & np.uint8(3)
-                    short += kind == 2
-                    escaped += kind == 3
-            escape_at = short_at + (short + 1) // 2
-            one_at = escape_at + escaped * width
-            if not is_wrong:
-                is_wrong = one_at >= lists.size or _find_places(
-                    lists, count, low, target.size, low_bytes, low_words, one_at, one_bytes, one_words, where
-                )
-            if not is_wrong:
-                short = 0
-                for i in range(count):
-                    at = where[i]
-                    kind = lists[class_at + i // 4] >> np.uint8(2 * (i % 4)) & np.uint8(3)
-                    step = _ONE - np.uint64(2) * np.uint64(kind)
-                    if kind == 2:
-                        code = np.uint64(lists[short_at + short // 2] >> np.uint8(4 * (short % 2)))
-                        step = (code & _SEVEN) + np.uint64(2)
-                        step = _ZERO - step if code & _EIGHT else step
-                        short += 1
-                    if kind == 3:
-                        value = _ZERO
-                        for k in range(width):
-                            value |= np.uint64(lists[escape_at + k]) << np.uint64(8 * k)
-                        escape_at += width
-                    else:
-                        value = (_order(np.uint64(target[at]), sign, top) + step) & full
-                        # The inverse of the order: the highest bit is set where the sign was not.
-                        value ^= sign | ((value >> top) - _ONE) & (sign - _ONE)
-                    target[at] = value
-            wrong += is_wrong
+            if count >= _MANY:  # before changes are read here and there
+                hashes[block] = _touch(words, begin, end)
+            escaped = _read_list(lists, count, target.size, width, spaces, where, steps, far, values)
+            if escaped >= 0:
+                _move(target, where[:count], steps, far[:escaped], values)
+            wrong += escaped < 0
         else:
             wrong += lists.size != 0
-        end = last * width // 8
-        hashes[block] = block_hash(words[first * width // 8 : end], raw[end * 8 : last * width])
+        hashes[block] = block_hash(words[begin:end], raw[end * 8 : last * width])
     return wrong

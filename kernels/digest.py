@@ -82,14 +82,14 @@ def mixed_words(words: Iterable[int]) -> int:
     return value
 
 
-@cpu.inlined
+@cpu.embedded
 def mix(left, right):  # type: ignore[no-untyped-def]
     """A bijection of either argument, so that one changed word is never missed."""
     product = (left ^ right) * FACTOR
     return product ^ (product >> _UPPER)
 
 
-@cpu.inlined
+@cpu.linked
 def block_hash(words, rest):  # type: ignore[no-untyped-def]
     """Of a block, in eight chains: its whole words, and the bytes that are left."""
     a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7

@@ -125,6 +125,7 @@ _HALF: Final = np.uint32(16)
 _ROUND: Final = np.uint32(0x7FFF)
 _CAP: Final = np.uint32(LARGEST_LEVEL)
 _THIRTY_ONE: Final = np.uint32(31)
+_STRIP: Final = 16  # blocks
 
 
 @cpu.inlined
@@ -139,104 +140,90 @@ def _fold(sums):  # type: ignore[no-untyped-def]
     return (sums[0] + sums[2]) + (sums[1] + sums[3])
 
 
-@cpu.inlined
+@cpu.embedded
 def _level(total, count):  # type: ignore[no-untyped-def]
     """Bits of the bfloat16 nearest to the mean of `count` magnitudes that sum to 128 × `total`."""
     mean = np.float32(total * np.float32(_WHOLE / np.float32(max(count, 1))))
     bits = mean.view(np.uint32)
     odd = np.uint32(np.uint32(bits >> _HALF) & _ONE)
-    return min(np.uint32(np.uint32(bits + np.uint32(_ROUND + odd)) >> _HALF), _CAP)
+    return np.uint16(min(np.uint32(np.uint32(bits + np.uint32(_ROUND + odd)) >> _HALF), _CAP))
 
 
-@cpu.inlined
-def _part(magnitude):  # type: ignore[no-untyped-def]
-    return np.float32(np.uint32(magnitude).view(np.float32) * _PART)
+@cpu.embedded
+def _part(bits):  # type: ignore[no-untyped-def]
+    return np.float32(np.uint32(bits & _MAGNITUDE).view(np.float32) * _PART)
 
 
-@cpu.inlined
-def _mean(bits, sums):  # type: ignore[no-untyped-def]
-    for j in range(sums.size):
-        first, second = _part(bits[j] & _MAGNITUDE), _part(bits[j + 32] & _MAGNITUDE)
-        third, fourth = _part(bits[j + 64] & _MAGNITUDE), _part(bits[j + 96] & _MAGNITUDE)
-        sums[j] = ((first + second) + third) + fourth
-    return _fold(sums)
-
-
-@cpu.inlined
+@cpu.embedded
 def _above(value, edge):  # type: ignore[no-untyped-def]
     """All bits if the magnitude is above the threshold, none otherwise."""
     return np.uint32(_NONE - np.uint32(np.uint32(value & _MAGNITUDE) > edge))
 
 
-@cpu.inlined
+@cpu.embedded
 def _code(value, above):  # type: ignore[no-untyped-def]
     return np.uint32(np.uint32(value >> _THIRTY_ONE) | np.uint32(above & _TWO))
 
 
-@cpu.inlined
+@cpu.linked
+def _mean(bits, sums):  # type: ignore[no-untyped-def]
+    for j in range(LANES):
+        sums[j] = ((_part(bits[j]) + _part(bits[j + 32])) + _part(bits[j + 64])) + _part(bits[j + 96])
+    return _fold(sums)
+
+
+@cpu.linked
 def _write_codes(bits, edge, codes, many):  # type: ignore[no-untyped-def]
-    for j in range(codes.size):
+    """Write the codes; returns how many magnitudes are above the threshold."""
+    for j in range(LANES):
         a, b, c, d = bits[j], bits[j + 32], bits[j + 64], bits[j + 96]
         p, q, r, s = _above(a, edge), _above(b, edge), _above(c, edge), _above(d, edge)
         lower = np.uint32(_code(a, p) | np.uint32(_code(b, q) << _TWO))
         upper = np.uint32(_code(c, r) | np.uint32(_code(d, s) << _TWO))
         codes[j] = np.uint8(np.uint32(lower | np.uint32(upper << _FOUR)))
         many[j] = np.uint32(_NONE - np.uint32(np.uint32(p + q) + np.uint32(r + s)))
+    found = np.uint32(0)
+    for j in range(LANES):
+        found = np.uint32(found + many[j])
+    return np.int64(found)
 
 
-@cpu.inlined
+@cpu.linked
 def _add_parts(bits, edge, flip, sums):  # type: ignore[no-untyped-def]
-    """Sums of the magnitudes above the threshold; with `flip`, all bits, of the others."""
-    for j in range(sums.size):
-        a, b = bits[j] & _MAGNITUDE, bits[j + 32] & _MAGNITUDE
-        c, d = bits[j + 64] & _MAGNITUDE, bits[j + 96] & _MAGNITUDE
+    """The sum of the magnitudes above the threshold; with `flip`, all bits, of the others."""
+    for j in range(LANES):
+        a, b, c, d = bits[j], bits[j + 32], bits[j + 64], bits[j + 96]
         p, q = np.uint32(_above(a, edge) ^ flip), np.uint32(_above(b, edge) ^ flip)
         r, s = np.uint32(_above(c, edge) ^ flip), np.uint32(_above(d, edge) ^ flip)
         sums[j] = ((_part(a & p) + _part(b & q)) + _part(c & r)) + _part(d & s)
+    return _fold(sums)
 
 
-@cpu.inlined
-def _encode_block(bits, count, levels, codes, work):  # type: ignore[no-untyped-def]
-    """Write the levels and codes of 128 values, of which `count` are the tensor's."""
-    sums, many = work
-    total = _mean(bits, sums)
-    if not total < _INFINITE:
-        levels[0] = levels[1] = np.uint16(_NAN)
-        for j in range(codes.size):
-            codes[j] = 0
-        return
-    mean = np.float32(total * np.float32(_WHOLE / np.float32(count)))
-    edge = np.float32(mean * _THRESHOLD).view(np.uint32)  # as bits magnitudes are in the same order
-    _write_codes(bits, edge, codes, many)
-    found = np.uint32(0)
-    for j in range(many.size):
-        found = np.uint32(found + many[j])
-    _add_parts(bits, edge, _ALL, sums)
-    levels[0] = np.uint16(_level(_fold(sums), np.int64(count) - np.int64(found)))
-    _add_parts(bits, edge, _NONE, sums)
-    levels[1] = np.uint16(_level(_fold(sums), np.int64(found)))
-
-
-@cpu.inlined
-def _work():  # type: ignore[no-untyped-def]
+@cpu.compiled
+def _encode(bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
     # Separate arrays, which LLVM knows to be separate.
-    return np.empty(LANES, np.float32), np.empty(LANES, np.uint32)
+    sums, many, padded = np.empty(LANES, np.float32), np.empty(LANES, np.uint32), np.zeros(BLOCK, np.uint32)
+    for block in range(lo, hi):
+        part = bits[block * BLOCK : min((block + 1) * BLOCK, bits.size)]
+        count = part.size
+        if count < BLOCK:
+            cpu.put(part, padded)
+            part = padded
+        room = codes[block * LANES : block * LANES + LANES]
+        total = _mean(part, sums)
+        if total < _INFINITE:
+            mean = np.float32(total * np.float32(_WHOLE / np.float32(count)))
+            edge = np.float32(mean * _THRESHOLD).view(np.uint32)  # magnitudes are in the order of their bits
+            found = _write_codes(part, edge, room, many)
+            levels[block, 0] = _level(_add_parts(part, edge, _ALL, sums), count - found)
+            levels[block, 1] = _level(_add_parts(part, edge, _NONE, sums), found)
+        else:
+            levels[block, 0] = levels[block, 1] = np.uint16(_NAN)
+            for j in range(LANES):
+                room[j] = 0
 
 
-@cpu.inlined
-def _encode_at(block, bits, levels, codes, padded, work):  # type: ignore[no-untyped-def]
-    part = bits[block * BLOCK : min((block + 1) * BLOCK, bits.size)]
-    room = codes[block * LANES : block * LANES + LANES]
-    if part.size == BLOCK:
-        _encode_block(part, BLOCK, levels[block], room, work)
-    else:
-        for i in range(BLOCK):
-            padded[i] = np.uint32(0)
-        cpu.put(part, padded)
-        _encode_block(padded, part.size, levels[block], room, work)
-
-
-@cpu.inlined
+@cpu.embedded
 def _value(code, lower, other):  # type: ignore[no-untyped-def]
     """What a code stands for; the lower level as bits, and in which of them the higher one is different."""
     above = np.uint32(_NONE - np.uint32(np.uint32(code >> _ONE) & _ONE))
@@ -244,60 +231,35 @@ def _value(code, lower, other):  # type: ignore[no-untyped-def]
     return np.uint32(np.uint32(lower ^ np.uint32(other & above)) ^ sign).view(np.float32)
 
 
-@cpu.inlined
-def _unpack(bytes_, shift, lower, other, row):  # type: ignore[no-untyped-def]
-    for j in range(row.size):
-        row[j] = _value(np.uint32(np.uint32(bytes_[j]) >> shift), lower, other)
-
-
-@cpu.inlined
-def _unpack_add(bytes_, shift, lower, other, row):  # type: ignore[no-untyped-def]
-    for j in range(row.size):
-        row[j] += _value(np.uint32(np.uint32(bytes_[j]) >> shift), lower, other)
-
-
-@cpu.inlined
-def _decode_block(block, levels, codes, factor, add, out):  # type: ignore[no-untyped-def]
-    first = np.uint32(np.uint32(levels[block, 0]) << _HALF).view(np.float32)
-    second = np.uint32(np.uint32(levels[block, 1]) << _HALF).view(np.float32)
-    lower = np.float32(first * factor).view(np.uint32)
-    other = np.uint32(lower ^ np.float32(second * factor).view(np.uint32))
-    bytes_ = codes[block * LANES : block * LANES + LANES]
-    for k in range(ROWS):
-        at = min(block * BLOCK + k * LANES, out.size)
-        if add:
-            _unpack_add(bytes_, np.uint32(2 * k), lower, other, out[at : at + LANES])
-        else:
-            _unpack(bytes_, np.uint32(2 * k), lower, other, out[at : at + LANES])
+@cpu.compiled
+def _decode(levels, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
+    for block in range(lo, hi):
+        first = np.uint32(np.uint32(levels[block, 0]) << _HALF).view(np.float32)
+        second = np.uint32(np.uint32(levels[block, 1]) << _HALF).view(np.float32)
+        lower = np.float32(first * factor).view(np.uint32)
+        other = np.uint32(lower ^ np.float32(second * factor).view(np.uint32))
+        bytes_ = codes[block * LANES : block * LANES + LANES]
+        for k in range(ROWS):
+            at, shift = min(block * BLOCK + k * LANES, out.size), np.uint32(2 * k)
+            row = out[at : at + LANES]
+            if add:
+                for j in range(row.size):
+                    row[j] += _value(np.uint32(np.uint32(bytes_[j]) >> shift), lower, other)
+            else:
+                for j in range(row.size):
+                    row[j] = _value(np.uint32(np.uint32(bytes_[j]) >> shift), lower, other)
 
 
 @cpu.compiled
-def _encode(bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work, padded = _work(), np.empty(BLOCK, np.uint32)
-    for block in range(lo, hi):
-        _encode_at(block, bits, levels, codes, padded, work)
-
-
-@cpu.compiled
-def _decode(levels, codes, out, lo, hi):  # type: ignore[no-untyped-def]
-    for block in range(lo, hi):
-        _decode_block(block, levels, codes, np.float32(1), False, out)
-
-
-@cpu.compiled
-def _accumulate(levels, codes, factor, total, lo, hi):  # type: ignore[no-untyped-def]
-    for block in range(lo, hi):
-        _decode_block(block, levels, codes, factor, True, total)
-
-
-@cpu.compiled
-def _reduce(all_levels, all_codes, skip, factor, total, bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work, padded = _work(), np.empty(BLOCK, np.uint32)
-    for block in range(lo, hi):
-        for row in range(all_codes.shape[0]):
+def _reduce(wires, skip, factor, total, bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
+    room = levels.size * 2
+    for first in range(lo, hi, _STRIP):  # which stays in the first cache
+        end = min(first + _STRIP, hi)
+        for row in range(wires.shape[0]):
             if row != skip:
-                _decode_block(block, all_levels[row], all_codes[row], factor, True, total)
-        _encode_at(block, bits, levels, codes, padded, work)
+                theirs = wires[row, :room].view(np.uint16).reshape(levels.shape)
+                _decode(theirs, wires[row, room : room + codes.size], factor, True, total, first, end)
+        _encode(bits, levels, codes, first, end)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -319,7 +281,7 @@ def decode(wire: torch.Tensor, out: torch.Tensor) -> None:
     if out.is_cuda:
         _gpu().decode(levels, codes, out, 1.0, add=False)
         return
-    arrays = (levels.numpy().view(np.uint16), codes.numpy(), out.numpy())
+    arrays = (levels.numpy().view(np.uint16), codes.numpy(), np.float32(1), False, out.numpy())
     cpu.spread(_decode, levels.shape[0], out.nbytes, *arrays)
 
 
@@ -329,8 +291,8 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float) -> None:
     if total.is_cuda:
         _gpu().decode(levels, codes, total, factor, add=True)
         return
-    arrays = (levels.numpy().view(np.uint16), codes.numpy(), np.float32(factor), total.numpy())
-    cpu.spread(_accumulate, levels.shape[0], total.nbytes, *arrays)
+    arrays = (levels.numpy().view(np.uint16), codes.numpy(), np.float32(factor), True, total.numpy())
+    cpu.spread(_decode, levels.shape[0], total.nbytes, *arrays)
 
 
 def reduce(wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tensor, factor: float) -> None:
@@ -350,12 +312,11 @@ def reduce(wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tens
         encode(total, wire)
         return
     levels, codes = split(wire, total.numel())
-    blocks, many = levels.shape[0], wires.numpy()
-    all_levels = many[:, : 4 * blocks].view(np.uint16).reshape(len(many), blocks, 2)
-    sources = (all_levels, many[:, 4 * blocks : nbytes(total.numel())], skip, np.float32(factor))
     sums = total.numpy()
     targets = (sums, sums.view(np.uint32), levels.numpy().view(np.uint16), codes.numpy())
-    cpu.spread(_reduce, blocks, total.nbytes, *sources, *targets)
+    cpu.spread(
+        _reduce, levels.shape[0], total.nbytes, wires.contiguous().numpy(), skip, np.float32(factor), *targets
+    )
 
 
 def _gpu() -> Any:

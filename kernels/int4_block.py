@@ -28,6 +28,8 @@ from mcr_plus.kernels import cpu, small_blocks
 BLOCK: Final = small_blocks.BLOCK
 TOGETHER: Final = small_blocks.TOGETHER
 CHUNK: Final = small_blocks.CHUNK
+STRIP: Final = 16
+"""Chunks that stay in the first cache while they are summed and encoded."""
 STEP: Final = float(np.float32(1 / 7))
 TINIEST: Final = 2.0**-126
 LARGEST_SCALE: Final = 0x7E12
@@ -116,29 +118,29 @@ _FOUR: Final = np.int32(4)
 _TOP: Final = np.int32(28)
 
 
-@cpu.inlined
+@cpu.embedded
 def _scale_for(largest):  # type: ignore[no-untyped-def]
     """Bits of the scale of a block whose largest magnitude has these bits."""
     exact = np.float32(max(np.uint32(largest).view(np.float32) * _STEP, _TINIEST)).view(np.uint32)
-    return min(np.uint32(np.uint32(exact + _UP) >> _HALF), _CAP)
+    return np.uint16(min(np.uint32(np.uint32(exact + _UP) >> _HALF), _CAP))
 
 
-@cpu.inlined
+@cpu.embedded
 def _scale(bits):  # type: ignore[no-untyped-def]
-    return np.uint32(np.uint32(np.uint16(bits)) << _HALF).view(np.float32)
+    return np.uint32(np.uint32(bits) << _HALF).view(np.float32)
 
 
-@cpu.inlined
+@cpu.embedded
 def _pair(low, high):  # type: ignore[no-untyped-def]
     return np.uint8(np.int32(np.int32(np.rint(low)) & _LOW) | np.int32(np.int32(np.rint(high)) << _FOUR))
 
 
-@cpu.inlined
+@cpu.embedded
 def _low(pair):  # type: ignore[no-untyped-def]
     return np.float32(np.int32(np.int32(np.int32(pair) << _TOP) >> _TOP))
 
 
-@cpu.inlined
+@cpu.embedded
 def _high(pair):  # type: ignore[no-untyped-def]
     return np.float32(np.int32(np.int32(np.int8(pair)) >> _FOUR))
 
@@ -163,11 +165,13 @@ def _unpack_add(codes, scale, values):  # type: ignore[no-untyped-def]
         values[i + 16] += _high(codes[i]) * scale
 
 
-@cpu.inlined
-def encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
-    """Encode eight blocks; `work`: see `work_space`."""
+_largest_of_each: Any = cpu.linked(small_blocks.largest_of_each.py_func)
+
+
+@cpu.embedded
+def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
     scratch, largest = work[0].view(np.uint32), work[2].view(np.uint32)
-    small_blocks.largest_of_each(values.view(np.uint32), scratch, largest)
+    _largest_of_each(values.view(np.uint32), scratch, largest)
     for block in range(TOGETHER):
         part = slice(block * 16, block * 16 + 16)
         if largest[block] >= _INFINITE:
@@ -175,27 +179,8 @@ def encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
             codes[part] = 0
         else:
             scale = _scale_for(largest[block])
-            scales[block] = np.uint16(scale)
+            scales[block] = scale
             _pack(values[block * BLOCK : block * BLOCK + BLOCK], _ONE / _scale(scale), codes[part])
-
-
-@cpu.inlined
-def decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
-    """Blocks from `lo` to `hi`, of which the last may be short."""
-    whole = min(hi, out.size // BLOCK)
-    for block in range(lo, whole):
-        pairs, scale = codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor
-        part = slice(block * BLOCK, block * BLOCK + BLOCK)
-        if add:
-            _unpack_add(pairs, scale, out[part])
-        else:
-            _unpack(pairs, scale, out[part])
-    if whole < hi:
-        spare = np.empty(BLOCK, np.float32)
-        _unpack(codes[whole * 16 : whole * 16 + 16], _scale(scales[whole]) * factor, spare)
-        for i in range(out.size - whole * BLOCK):
-            at = whole * BLOCK + i
-            out[at] = out[at] + spare[i] if add else spare[i]
 
 
 # The transform of eight blocks adds neighbours and puts the sums before the differences, five times over.
@@ -203,7 +188,7 @@ def decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-u
 # side by side, and only the bytes are then put into order.
 
 
-@cpu.inlined
+@cpu.linked
 def _step_in(source, target):  # type: ignore[no-untyped-def]
     for i in range(128):
         first, second = source[2 * i], source[2 * i + 1]
@@ -211,7 +196,7 @@ def _step_in(source, target):  # type: ignore[no-untyped-def]
         target[i + 128] = first - second
 
 
-@cpu.inlined
+@cpu.linked
 def _step_out(source, target):  # type: ignore[no-untyped-def]
     for i in range(128):
         first, second = source[i], source[i + 128]
@@ -219,14 +204,14 @@ def _step_out(source, target):  # type: ignore[no-untyped-def]
         target[2 * i + 1] = first - second
 
 
-@cpu.inlined
+@cpu.linked
 def _deal(source, target):  # type: ignore[no-untyped-def]
     for i in range(64):
         target[i] = source[2 * i]
         target[i + 64] = source[2 * i + 1]
 
 
-@cpu.inlined
+@cpu.linked
 def _shuffle(source, target):  # type: ignore[no-untyped-def]
     for i in range(64):
         target[2 * i] = source[i]
@@ -239,13 +224,7 @@ def _fold(values, half):  # type: ignore[no-untyped-def]
         half[i] = np.uint32(max(values[i], values[i + half.size]))
 
 
-@cpu.inlined
-def _repeat(values, after):  # type: ignore[no-untyped-def]
-    for i in range(values.size):
-        after[i] = values[i]
-
-
-@cpu.inlined
+@cpu.linked
 def _encode_chunk_hadamard(values, scales, codes, work):  # type: ignore[no-untyped-def]
     first, second, third, pairs, others = work
     for i in range(CHUNK):
@@ -263,13 +242,12 @@ def _encode_chunk_hadamard(values, scales, codes, work):  # type: ignore[no-unty
     _fold(scratch[192:224], scratch[224:240])
     _fold(scratch[224:240], scratch[240:248])
     for block in range(TOGETHER):
-        scale = _scale_for(scratch[240 + block])
-        scales[block] = np.uint16(scale)
-        third[block] = _ONE / _scale(scale)
-    _repeat(third[0:8], third[8:16])
-    _repeat(third[0:16], third[16:32])
-    _repeat(third[0:32], third[32:64])
-    _repeat(third[0:64], third[64:128])
+        scales[block] = _scale_for(scratch[240 + block])
+        third[block] = _ONE / _scale(scales[block])
+    cpu.put(third[0:8], third[8:16])
+    cpu.put(third[0:16], third[16:32])
+    cpu.put(third[0:32], third[32:64])
+    cpu.put(third[0:64], third[64:128])
     for i in range(128):
         pairs[i] = _pair(second[i] * third[i], second[i + 128] * third[i])
     _deal(pairs, others)
@@ -278,11 +256,12 @@ def _encode_chunk_hadamard(values, scales, codes, work):  # type: ignore[no-unty
     for block in range(TOGETHER):
         if scratch[240 + block] >= _INFINITE:
             scales[block] = NAN
-            codes[block * 16 : block * 16 + 16] = 0
+            for i in range(16):
+                codes[block * 16 + i] = 0
 
 
-@cpu.inlined
-def _decode_chunk_hadamard(scales, codes, factor, values, work):  # type: ignore[no-untyped-def]
+@cpu.linked
+def _decode_chunk_hadamard(scales, codes, factor, add, values, work):  # type: ignore[no-untyped-def]
     first, second, _, pairs, others = work
     _shuffle(codes, pairs)
     _shuffle(pairs, others)
@@ -299,117 +278,135 @@ def _decode_chunk_hadamard(scales, codes, factor, values, work):  # type: ignore
         scale = _scale(scales[block]) * factor
         for i in range(BLOCK):
             first[block * BLOCK + i] = scale
-    for i in range(CHUNK):
-        values[i] = second[i] * first[i]
-
-
-@cpu.inlined
-def work_space():  # type: ignore[no-untyped-def]
-    """Memory for a chunk: separate arrays, which LLVM knows to be separate."""
-    pairs, others = np.empty(128, np.uint8), np.empty(128, np.uint8)
-    return (
-        np.empty(CHUNK, np.float32),
-        np.empty(CHUNK, np.float32),
-        np.empty(CHUNK, np.float32),
-        pairs,
-        others,
-    )
-
-
-@cpu.inlined
-def frame(chunk, values, scales, codes):  # type: ignore[no-untyped-def]
-    """The part of each array that a chunk is; of the last one, if it is short, copies of full size."""
-    at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
-    part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
-    if part.size < CHUNK:
-        padded = np.zeros(CHUNK, np.float32)
-        cpu.put(part, padded)
-        part, few, room = padded, np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8)
-    return part, few, room
-
-
-@cpu.inlined
-def put_back(chunk, values, few, room, scales, codes):  # type: ignore[no-untyped-def]
-    """Copy what was written to copies, if `frame` made some."""
-    first, byte = chunk * TOGETHER, chunk * 128
-    if (chunk + 1) * CHUNK > values.size:
-        cpu.put(few[: scales.size - first], scales[first:])
-        cpu.put(room[: codes.size - byte], codes[byte:])
-
-
-@cpu.inlined
-def _decode_at(chunk, scales, codes, factor, add, out, values, work):  # type: ignore[no-untyped-def]
-    at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
-    few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
-    if few.size < TOGETHER:
-        few, room = np.zeros(TOGETHER, np.uint16), np.zeros(128, np.uint8)
-        cpu.put(scales[first:], few)
-        cpu.put(codes[byte:], room)
-    _decode_chunk_hadamard(few, room, factor, values, work)
-    target = out[at : min(at + CHUNK, out.size)]
     if add:
-        for i in range(target.size):
-            target[i] += values[i]
+        for i in range(CHUNK):
+            values[i] += second[i] * first[i]
     else:
-        for i in range(target.size):
-            target[i] = values[i]
+        for i in range(CHUNK):
+            values[i] = second[i] * first[i]
+
+
+@cpu.embedded
+def _work_space():  # type: ignore[no-untyped-def]
+    """Memory for what chunks are computed in, and for a last chunk that is short."""
+    spaces = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
+    work = (*spaces, np.empty(128, np.uint8), np.empty(128, np.uint8))
+    return work, (np.empty(CHUNK, np.float32), np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8))
+
+
+@cpu.linked
+def _fill(source, target):  # type: ignore[no-untyped-def]
+    cpu.put(source, target)
+    for i in range(source.size, target.size):
+        target[i] = 0
+
+
+@cpu.linked
+def _pad(chunk, values, scales, codes, padded):  # type: ignore[no-untyped-def]
+    """Copy the parts of a short last chunk to arrays of full size, and zeros behind them."""
+    _fill(values[chunk * CHUNK :], padded[0])
+    _fill(scales[chunk * TOGETHER :], padded[1])
+    _fill(codes[chunk * 128 :], padded[2])
+
+
+@cpu.linked
+def _put_back(chunk, padded, scales, codes):  # type: ignore[no-untyped-def]
+    first, byte = chunk * TOGETHER, chunk * 128
+    cpu.put(padded[1][: scales.size - first], scales[first:])
+    cpu.put(padded[2][: codes.size - byte], codes[byte:])
 
 
 @cpu.compiled
-def _encode(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work = work_space()
-    for chunk in range(lo, hi):
-        part, few, room = frame(chunk, values, scales, codes)
-        encode_chunk(part, few, room, work)
-        put_back(chunk, values, few, room, scales, codes)
+def encode_chunks(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
+    """Encode chunks of eight blocks, of which the last may be short."""
+    work, padded = _work_space()
+    whole = min(hi, values.size // CHUNK)
+    for chunk in range(lo, whole):
+        at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+        few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
+        _encode_chunk(values[at : at + CHUNK], few, room, work)
+    for chunk in range(whole, hi):
+        _pad(chunk, values, scales, codes, padded)
+        _encode_chunk(padded[0], padded[1], padded[2], work)
+        _put_back(chunk, padded, scales, codes)
 
 
 @cpu.compiled
 def _encode_hadamard(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work = work_space()
-    for chunk in range(lo, hi):
-        part, few, room = frame(chunk, values, scales, codes)
-        _encode_chunk_hadamard(part, few, room, work)
-        put_back(chunk, values, few, room, scales, codes)
+    work, padded = _work_space()
+    whole = min(hi, values.size // CHUNK)
+    for chunk in range(lo, whole):
+        at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+        few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
+        _encode_chunk_hadamard(values[at : at + CHUNK], few, room, work)
+    for chunk in range(whole, hi):
+        _pad(chunk, values, scales, codes, padded)
+        _encode_chunk_hadamard(padded[0], padded[1], padded[2], work)
+        _put_back(chunk, padded, scales, codes)
+
+
+@cpu.linked
+def _decode_rest(scales, codes, factor, add, out):  # type: ignore[no-untyped-def]
+    """Decode what is left behind the whole blocks."""
+    block, spare = out.size // BLOCK, np.empty(CHUNK, np.float32)
+    _unpack(codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor, spare)
+    for i in range(out.size - block * BLOCK):
+        at = block * BLOCK + i
+        out[at] = out[at] + spare[i] if add else spare[i]
 
 
 @cpu.compiled
-def _decode(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
-    decode_blocks(scales, codes, factor, add, out, lo * TOGETHER, min(hi * TOGETHER, scales.size))
+def decode_chunks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
+    """Decode chunks, of which the last may be short; adds `factor` times the values if `add`."""
+    end = min(hi * TOGETHER, scales.size)
+    whole = min(end, out.size // BLOCK)
+    for block in range(lo * TOGETHER, whole):
+        pairs, scale = codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor
+        part = slice(block * BLOCK, block * BLOCK + BLOCK)
+        if add:
+            _unpack_add(pairs, scale, out[part])
+        else:
+            _unpack(pairs, scale, out[part])
+    if whole < end:
+        _decode_rest(scales, codes, factor, add, out)
 
 
 @cpu.compiled
 def _decode_hadamard(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
-    work, values = work_space(), np.empty(CHUNK, np.float32)
-    for chunk in range(lo, hi):
-        _decode_at(chunk, scales, codes, factor, add, out, values, work)
+    work, padded = _work_space()
+    whole = min(hi, out.size // CHUNK)
+    for chunk in range(lo, whole):
+        at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
+        few, room = scales[first : first + TOGETHER], codes[byte : byte + 128]
+        _decode_chunk_hadamard(few, room, factor, add, out[at : at + CHUNK], work)
+    for chunk in range(whole, hi):
+        _pad(chunk, out, scales, codes, padded)
+        _decode_chunk_hadamard(padded[1], padded[2], factor, add, padded[0], work)
+        cpu.put(padded[0][: out.size - chunk * CHUNK], out[chunk * CHUNK :])
 
 
 @cpu.compiled
-def _reduce(wires, room, all_scales, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work = work_space()
-    for chunk in range(lo, hi):
-        first, end = chunk * TOGETHER, min(chunk * TOGETHER + TOGETHER, scales.size)
+def _reduce(wires, room, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
+    for first in range(lo, hi, STRIP):
+        end = min(first + STRIP, hi)
         for row in range(wires.shape[0]):
             if row != skip:
-                source = wires[row, room : room + codes.size]
-                decode_blocks(all_scales[row], source, factor, True, total, first, end)
-        part, few, space = frame(chunk, total, scales, codes)
-        encode_chunk(part, few, space, work)
-        put_back(chunk, total, few, space, scales, codes)
+                theirs = wires[row, : 2 * scales.size].view(np.uint16)
+                decode_chunks(theirs, wires[row, room : room + codes.size], factor, True, total, first, end)
+        encode_chunks(total, scales, codes, first, end)
 
 
 @cpu.compiled
-def _reduce_hadamard(wires, room, all_scales, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work, values = work_space(), np.empty(CHUNK, np.float32)
-    for chunk in range(lo, hi):
+def _reduce_hadamard(wires, room, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
+    for first in range(lo, hi, STRIP):
+        end = min(first + STRIP, hi)
         for row in range(wires.shape[0]):
             if row != skip:
-                source = wires[row, room : room + codes.size]
-                _decode_at(chunk, all_scales[row], source, factor, True, total, values, work)
-        part, few, space = frame(chunk, total, scales, codes)
-        _encode_chunk_hadamard(part, few, space, work)
-        put_back(chunk, total, few, space, scales, codes)
+                theirs = wires[row, : 2 * scales.size].view(np.uint16)
+                _decode_hadamard(
+                    theirs, wires[row, room : room + codes.size], factor, True, total, first, end
+                )
+        _encode_hadamard(total, scales, codes, first, end)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -422,7 +419,7 @@ def encode(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -> None:
         _gpu().encode(values, scales, codes, hadamard)
         return
     arrays = (values.numpy(), scales.numpy().view(np.uint16), codes.numpy())
-    cpu.spread(_encode_hadamard if hadamard else _encode, chunks_of(values), values.nbytes, *arrays)
+    cpu.spread(_encode_hadamard if hadamard else encode_chunks, chunks_of(values), values.nbytes, *arrays)
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> None:
@@ -455,9 +452,8 @@ def reduce(
         encode(total, wire, hadamard)
         return
     scales, codes = split(wire, total.numel())
-    many = wires.numpy()
-    all_scales = many[:, : scales.nbytes].view(np.uint16)
-    arrays = (many, _scale_nbytes(total.numel()), all_scales, skip, np.float32(factor), total.numpy())
+    many = wires.contiguous().numpy()
+    arrays = (many, _scale_nbytes(total.numel()), skip, np.float32(factor), total.numpy())
     rest = (scales.numpy().view(np.uint16), codes.numpy())
     cpu.spread(_reduce_hadamard if hadamard else _reduce, chunks_of(total), total.nbytes, *arrays, *rest)
 
@@ -468,7 +464,7 @@ def _start_decode(wire: torch.Tensor, out: torch.Tensor, factor: float, add: boo
         _gpu().decode(scales, codes, out, factor, add, hadamard)
         return
     arrays = (scales.numpy().view(np.uint16), codes.numpy(), np.float32(factor), add, out.numpy())
-    cpu.spread(_decode_hadamard if hadamard else _decode, chunks_of(out), out.nbytes, *arrays)
+    cpu.spread(_decode_hadamard if hadamard else decode_chunks, chunks_of(out), out.nbytes, *arrays)
 
 
 def chunks_of(values: torch.Tensor) -> int:

@@ -6,32 +6,23 @@ import numpy as np
 import torch
 
 from mcr_plus.kernels import cpu, int4_block
-from mcr_plus.kernels.int4_block import BLOCK, CHUNK, NAN, TOGETHER
+from mcr_plus.kernels.int4_block import BLOCK, CHUNK, NAN, STRIP, TOGETHER
 
 _MINUS: np.float32 = np.float32(-1)
 
 
-@cpu.inlined
-def _add(values, decay, rest):  # type: ignore[no-untyped-def]
-    for i in range(rest.size):
-        rest[i] = np.float32(decay * rest[i]) + values[i]
-
-
 @cpu.compiled
 def _encode_rest(values, decay, rest, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work = int4_block.work_space()
-    for chunk in range(lo, hi):  # all of it while the chunk is in the first cache
-        at, first = chunk * CHUNK, chunk * TOGETHER
-        if at + CHUNK <= rest.size:  # slices of a constant length, or no vector instructions
-            _add(values[at : at + CHUNK], decay, rest[at : at + CHUNK])
-        else:
-            _add(values[at:], decay, rest[at:])
-        part, few, room = int4_block.frame(chunk, rest, scales, codes)
-        int4_block.encode_chunk(part, few, room, work)
-        int4_block.put_back(chunk, rest, few, room, scales, codes)
-        end = min(first + TOGETHER, scales.size)
-        int4_block.decode_blocks(scales, codes, _MINUS, True, rest, first, end)
-        for block in range(first, end):
+    for first in range(lo, hi, STRIP):
+        end = min(first + STRIP, hi)
+        at = first * CHUNK
+        part = rest[at : min(end * CHUNK, rest.size)]
+        given = values[at : at + part.size]
+        for i in range(part.size):
+            part[i] = np.float32(decay * part[i]) + given[i]
+        int4_block.encode_chunks(rest, scales, codes, first, end)
+        int4_block.decode_chunks(scales, codes, _MINUS, True, rest, first, end)
+        for block in range(first * TOGETHER, min(end * TOGETHER, scales.size)):
             if scales[block] == NAN:
                 rest[block * BLOCK : block * BLOCK + BLOCK] = 0
 

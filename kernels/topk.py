@@ -126,7 +126,7 @@ def _flag(bits, floor, flags):  # type: ignore[no-untyped-def]
         flags[i] = (bits[i] & _MAGNITUDE) >= floor
 
 
-@cpu.inlined
+@cpu.linked
 def _gather_block(bits, floor, dense, flags, words, places, kept, found, room):  # type: ignore[no-untyped-def]
     """Append the values of a block whose magnitudes reach `floor`, and their places; stops beyond `room`."""
     whole = bits.size // _FLAGS * _FLAGS
@@ -179,7 +179,7 @@ def _tally(bits, starts, threshold, above, equal, lo, hi):  # type: ignore[no-un
         above[block], equal[block] = more, same
 
 
-@cpu.inlined
+@cpu.linked
 def _choose_block(places, bits, threshold, ties, room, sent_places, sent_bits):  # type: ignore[no-untyped-def]
     """Of a block's candidates take those above `threshold`, and the first `ties` equal to it."""
     room_places, room_bits = room

@@ -53,26 +53,27 @@ _UPPER: Final = np.uint32(0xFFFF0000)
 _INFINITY: Final = np.int64(1 << 31)  # above all magnitudes
 _STEP: Final = np.int64(1 << 18)  # of an octave a 32nd, by which edges of Gaussian chunks differ
 _TOP: Final = np.float32(7)
+_SET, _ADD, _CLEAR = 0, 1, 2
 
 
-@cpu.inlined
+@cpu.embedded
 def _nearest(value):  # type: ignore[no-untyped-def]
     """Bits of the bfloat16 nearest to a float32 that is given by its bits and is not NaN."""
     odd = np.uint32(np.uint32(value >> _HALF) & _ONE)
     return np.uint32(np.uint32(value + np.uint32(_ROUND + odd)) >> _HALF)
 
 
-@cpu.inlined
+@cpu.embedded
 def _level(mean):  # type: ignore[no-untyped-def]
     return min(_nearest(np.float32(mean).view(np.uint32)), _CAP)
 
 
-@cpu.inlined
+@cpu.embedded
 def _float(level):  # type: ignore[no-untyped-def]
     return np.uint32(level << _HALF).view(np.float32)
 
 
-@cpu.compiled
+@cpu.linked
 def _reaching(bits, edge):  # type: ignore[no-untyped-def]
     count = _NONE
     for i in range(bits.size):
@@ -80,7 +81,7 @@ def _reaching(bits, edge):  # type: ignore[no-untyped-def]
     return np.int64(count)
 
 
-@cpu.compiled
+@cpu.linked
 def _edge(bits, rank, guess):  # type: ignore[no-untyped-def]
     """A magnitude that `rank` values reach, or more if there are equal ones, and how many more.
 
@@ -109,7 +110,7 @@ def _edge(bits, rank, guess):  # type: ignore[no-untyped-def]
     return low, at_low - rank
 
 
-@cpu.compiled
+@cpu.linked
 def _choose(bits, sent, guess, flags, places, kept):  # type: ignore[no-untyped-def]
     """The places and bits of the largest of a chunk, ascending by place; returns the smallest magnitude."""
     edge, surplus = _edge(bits, sent, guess)
@@ -131,7 +132,7 @@ def _choose(bits, sent, guess, flags, places, kept):  # type: ignore[no-untyped-
     return edge
 
 
-@cpu.compiled
+@cpu.linked
 def _two_levels(kept, sent, numbers):  # type: ignore[no-untyped-def]
     """The word of the levels of 2-bit values; fills in the number of each."""
     most, least = _NONE, _INFINITE
@@ -158,7 +159,7 @@ def _two_levels(kept, sent, numbers):  # type: ignore[no-untyped-def]
     return np.uint32(lower | np.uint32(higher << _HALF))
 
 
-@cpu.compiled
+@cpu.linked
 def _eight_levels(kept, sent, numbers):  # type: ignore[no-untyped-def]
     """The same for 4-bit values."""
     most, least = _NONE, _INFINITE
@@ -175,7 +176,7 @@ def _eight_levels(kept, sent, numbers):  # type: ignore[no-untyped-def]
     return np.uint32(lower | np.uint32(higher << _HALF))
 
 
-@cpu.compiled
+@cpu.linked
 def _write_codes(kept, form, numbers, record):  # type: ignore[no-untyped-def]
     sent, bits, codes = form[1], form[2], form[7]
     if bits == 32:
@@ -201,7 +202,7 @@ def _write_codes(kept, form, numbers, record):  # type: ignore[no-untyped-def]
     few_bits.pack(numbers, bits, sent, record[codes:])
 
 
-@cpu.compiled
+@cpu.linked
 def _write_places(places, form, flags, numbers, record):  # type: ignore[no-untyped-def]
     sent, low, spread, upper, lower, codes = form[1], form[3], form[4], form[5], form[6], form[7]
     room = 32 * (lower - upper)
@@ -218,46 +219,47 @@ def _write_places(places, form, flags, numbers, record):  # type: ignore[no-unty
 
 
 @cpu.compiled
-def _encode(bits, form, records, lo, hi):  # type: ignore[no-untyped-def]
+def _encode(values, decay, rest, bits, with_rest, form, records, lo, hi):  # type: ignore[no-untyped-def]
+    """Encode chunks of `bits`; with `with_rest`, of decay × rest + values, with what is left in `rest`.
+
+    `bits` are then those of `rest`.
+    """
     length, sent = form[0], form[1]
     flags = np.empty(max(length + 7, 32 * (form[6] - form[5])), np.uint8)
     room = length + SLACK
     places, kept, numbers = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
     guess = np.int64(0)  # what a chunk has sent tells nearly always how small what is sent of the next one is
-    for chunk in range(lo, hi):
-        guess = _choose(bits[chunk], sent, guess, flags, places, kept)
-        _write_places(places, form, flags, numbers, records[chunk])
-        _write_codes(kept, form, numbers, records[chunk])
-
-
-@cpu.compiled
-def _encode_rest(values, decay, rest, bits, form, records, lo, hi):  # type: ignore[no-untyped-def]
-    """Of decay × rest + values, with what is left in `rest`; `bits` are those of `rest`."""
-    length, sent = form[0], form[1]
-    flags = np.empty(max(length + 7, 32 * (form[6] - form[5])), np.uint8)
-    room = length + SLACK
-    places, kept, numbers = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
-    decoded = np.empty(sent, np.float32)
-    guess = np.int64(0)
     for chunk in range(lo, hi):  # all of it while the chunk is in the first cache
-        part, given = rest[chunk], values[chunk]
-        for i in range(part.size):
-            part[i] = np.float32(decay * part[i]) + given[i]
+        if with_rest:
+            _add(values[chunk], decay, rest[chunk])
         guess = _choose(bits[chunk], sent, guess, flags, places, kept)
         _write_places(places, form, flags, numbers, records[chunk])
         _write_codes(kept, form, numbers, records[chunk])
-        _read_values(records[chunk], form, numbers, decoded)
-        for i in range(sent):
-            part[places[i]] -= decoded[i]
-        most = _NONE
-        for i in range(part.size):
-            most = max(most, np.uint32(bits[chunk, i] & _MAGNITUDE))
-        if most >= _INFINITE:
-            for i in range(part.size):
-                part[i] = part[i] if np.uint32(bits[chunk, i] & _MAGNITUDE) < _INFINITE else np.float32(0)
+        if with_rest:
+            _take_off(records[chunk], form, numbers, places, kept[:sent].view(np.float32), rest[chunk])
 
 
-@cpu.compiled
+@cpu.linked
+def _add(values, decay, rest):  # type: ignore[no-untyped-def]
+    for i in range(rest.size):
+        rest[i] = np.float32(decay * rest[i]) + values[i]
+
+
+@cpu.linked
+def _take_off(record, form, numbers, places, values, rest):  # type: ignore[no-untyped-def]
+    """Subtract what a record holds from `rest`, and clear what is not finite."""
+    _read_values(record, form, numbers, values)
+    for i in range(values.size):
+        rest[places[i]] -= values[i]
+    bits, most = rest.view(np.uint32), _NONE
+    for i in range(rest.size):
+        most = max(most, np.uint32(bits[i] & _MAGNITUDE))
+    if most >= _INFINITE:
+        for i in range(rest.size):
+            rest[i] = rest[i] if np.uint32(bits[i] & _MAGNITUDE) < _INFINITE else np.float32(0)
+
+
+@cpu.linked
 def _read_places(record, form, numbers, places):  # type: ignore[no-untyped-def]
     """Fill in the places; whether they are as many as they should be, and inside the chunk."""
     length, sent, low, spread = form[0], form[1], np.uint32(form[3]), np.uint32(form[4])
@@ -277,7 +279,7 @@ def _read_places(record, form, numbers, places):  # type: ignore[no-untyped-def]
     return most < length
 
 
-@cpu.compiled
+@cpu.linked
 def _read_values(record, form, numbers, values):  # type: ignore[no-untyped-def]
     sent, bits, codes = form[1], form[2], form[7]
     out = values.view(np.uint32)
@@ -302,7 +304,7 @@ def _read_values(record, form, numbers, values):  # type: ignore[no-untyped-def]
             out[i] = np.uint32(np.float32(level).view(np.uint32) ^ np.uint32(numbers[i] << _SIGN))
 
 
-@cpu.inlined
+@cpu.linked
 def _room(form):  # type: ignore[no-untyped-def]
     """For places, numbers and values of a record."""
     return (
@@ -313,34 +315,28 @@ def _room(form):  # type: ignore[no-untyped-def]
 
 
 @cpu.compiled
-def _decode(records, form, out, lo, hi):  # type: ignore[no-untyped-def]
+def _decode(records, form, factor, how, out, lo, hi):  # type: ignore[no-untyped-def]
+    """Returns how many chunks contradict themselves. `how`: `_SET`, `_ADD` or `_CLEAR`."""
     places, numbers, values = _room(form)
     wrong = 0
     for chunk in range(lo, hi):
         part = out[chunk]
-        for i in range(part.size):
-            part[i] = 0
-        if _read_places(records[chunk], form, numbers, places):
-            _read_values(records[chunk], form, numbers, values)
-            for i in range(values.size):
-                part[places[i]] = values[i]
-        else:
+        if how == _SET:
+            for i in range(part.size):
+                part[i] = 0
+        if not _read_places(records[chunk], form, numbers, places):
             wrong += 1
-    return wrong
-
-
-@cpu.compiled
-def _accumulate(records, form, factor, total, lo, hi):  # type: ignore[no-untyped-def]
-    places, numbers, values = _room(form)
-    wrong = 0
-    for chunk in range(lo, hi):
-        if _read_places(records[chunk], form, numbers, places):
-            _read_values(records[chunk], form, numbers, values)
-            part = total[chunk]
+        elif how == _CLEAR:
             for i in range(values.size):
-                part[places[i]] += np.float32(factor * values[i])
+                part[places[i]] = 0
         else:
-            wrong += 1
+            _read_values(records[chunk], form, numbers, values)
+            if how == _SET:
+                for i in range(values.size):
+                    part[places[i]] = values[i]
+            else:
+                for i in range(values.size):
+                    part[places[i]] += np.float32(factor * values[i])
     return wrong
 
 
@@ -364,20 +360,6 @@ def _sum(words, begin, form, factor, out, lo, hi):  # type: ignore[no-untyped-de
     return wrong
 
 
-@cpu.compiled
-def _clear(records, form, out, lo, hi):  # type: ignore[no-untyped-def]
-    places, numbers, _ = _room(form)
-    wrong = 0
-    for chunk in range(lo, hi):
-        if _read_places(records[chunk], form, numbers, places):
-            part = out[chunk]
-            for i in range(form[1]):
-                part[places[i]] = 0
-        else:
-            wrong += 1
-    return wrong
-
-
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
@@ -387,8 +369,7 @@ def encode(values: torch.Tensor, wire: torch.Tensor, how: Chunking) -> None:
         encode_reference(values, wire, how)
         return
     for form, records, rows in split(wire, values, how):
-        arrays = (rows.numpy().view(np.uint32), form.numbers, records.numpy().view(np.uint32))
-        cpu.spread(_encode, len(rows), rows.nbytes, *arrays)
+        _start(rows, 0.0, rows, False, form, records)
 
 
 def encode_rest(
@@ -401,8 +382,17 @@ def encode_rest(
     """
     kept = split(wire, rest, how)
     for (form, records, rows), (_, _, given) in zip(kept, split(wire, values, how), strict=True):
-        arrays = (rows.numpy(), rows.numpy().view(np.uint32), form.numbers, records.numpy().view(np.uint32))
-        cpu.spread(_encode_rest, len(rows), rows.nbytes, given.numpy(), np.float32(decay), *arrays)
+        _start(given, decay, rows, True, form, records)
+
+
+def _start(
+    values: torch.Tensor, decay: float, rest: torch.Tensor, with_rest: bool, form: Form, records: torch.Tensor
+) -> None:
+    kept = rest.numpy()
+    given = values.numpy() if with_rest else kept
+    sources = (given, np.float32(decay), kept, kept.view(np.uint32), with_rest)
+    arrays = (*sources, form.numbers, records.numpy().view(np.uint32))
+    cpu.spread(_encode, len(rest), rest.nbytes, *arrays)
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, how: Chunking) -> None:
@@ -411,7 +401,7 @@ def decode(wire: torch.Tensor, out: torch.Tensor, how: Chunking) -> None:
         if out.is_cuda:
             rows.zero_().scatter_(1, *contents_reference(records, form))
             continue
-        arrays = (records.numpy().view(np.uint32), form.numbers, rows.numpy())
+        arrays = (records.numpy().view(np.uint32), form.numbers, np.float32(1), _SET, rows.numpy())
         _check(cpu.spread(_decode, len(rows), rows.nbytes, *arrays), form)
 
 
@@ -422,8 +412,8 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, how: Chun
             places, values = contents_reference(records, form)
             rows.scatter_add_(1, places, values * factor)
             continue
-        arrays = (records.numpy().view(np.uint32), form.numbers, np.float32(factor), rows.numpy())
-        _check(cpu.spread(_accumulate, len(rows), records.nbytes * 8, *arrays), form)
+        arrays = (records.numpy().view(np.uint32), form.numbers, np.float32(factor), _ADD, rows.numpy())
+        _check(cpu.spread(_decode, len(rows), records.nbytes * 8, *arrays), form)
 
 
 def sum_payloads(wires: torch.Tensor, total: torch.Tensor, factor: float, how: Chunking) -> None:
@@ -444,8 +434,8 @@ def clear(wire: torch.Tensor, values: torch.Tensor, how: Chunking) -> None:
         if values.is_cuda:
             rows.scatter_(1, contents_reference(records, form)[0], 0.0)
             continue
-        arrays = (records.numpy().view(np.uint32), form.numbers, rows.numpy())
-        _check(cpu.spread(_clear, len(rows), records.nbytes * 8, *arrays), form)
+        arrays = (records.numpy().view(np.uint32), form.numbers, np.float32(1), _CLEAR, rows.numpy())
+        _check(cpu.spread(_decode, len(rows), records.nbytes * 8, *arrays), form)
 
 
 def _check(wrong: list[int], form: RecordForm) -> None:

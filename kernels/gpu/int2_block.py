@@ -89,7 +89,7 @@ def encode(values: torch.Tensor, levels: torch.Tensor, codes: torch.Tensor) -> N
     _launch(_encode, values.numel(), values, levels, codes, values.numel(), THRESHOLD, LARGEST_LEVEL)
 
 
-def decode(levels: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, factor: float, *, add: bool) -> None:
+def decode(levels: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, factor: float, add: bool) -> None:
     """Overwrite `out` with the values of a payload, or add `factor` times that."""
     _launch(_decode, out.numel(), levels, codes, out, out.numel(), factor, add=add)
 

@@ -158,6 +158,8 @@ def _labels(  # type: ignore[no-untyped-def]
             dropped = min(dropped, least)
             for label, at in enumerate(kept):
                 free[j, part, label], delay[j, part, label] = frees[at], delays[at]
-                came[j, part, label] = origins[at]
+                # Not as arrays, whose assignment takes seconds to compile.
+                came[j, part, label, 0], came[j, part, label, 1] = origins[at, 0], origins[at, 1]
+                came[j, part, label, 2], came[j, part, label, 3] = origins[at, 2], origins[at, 3]
             known[j, part] = len(kept)
     return free, delay, came, dropped

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mcr_plus.kernels.cpu import compiled
+from mcr_plus.kernels.cpu import compiled, linked
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -121,12 +121,12 @@ def prepare() -> None:
     run(programs, one, np.zeros((1, 1), np.int64), queues, shares)
 
 
-@compiled
+@linked
 def _before(keys, one, other):  # type: ignore[no-untyped-def]
     return keys[one] < keys[other] or (keys[one] == keys[other] and one < other)
 
 
-@compiled
+@linked
 def _set(keys, heap, place, item, key):  # type: ignore[no-untyped-def]
     """Change the key of an item and restore the heap order."""
     keys[item] = key
@@ -154,7 +154,7 @@ def _set(keys, heap, place, item, key):  # type: ignore[no-untyped-def]
     place[item] = at
 
 
-@compiled
+@linked
 def _lowest_level(flow, speed, free, slope):  # type: ignore[no-untyped-def]
     """Return the bytes per second at which the next operation reaches full speed or the next link is full."""
     level = np.inf
@@ -167,7 +167,7 @@ def _lowest_level(flow, speed, free, slope):  # type: ignore[no-untyped-def]
     return level
 
 
-@compiled
+@linked
 def _left_over(begins, link, need, flow, speed, free, slope):  # type: ignore[no-untyped-def]
     """Set `free` to the capacity that fixed speeds leave per link, `slope` to the others' need per level."""
     free[:] = 1.0
@@ -180,7 +180,7 @@ def _left_over(begins, link, need, flow, speed, free, slope):  # type: ignore[no
                 slope[link[k]] += need[k] / flow[i]
 
 
-@compiled
+@linked
 def _stops(begins, link, need, free, slope, level, i):  # type: ignore[no-untyped-def]
     """Return whether a link of an operation is full at this level."""
     for k in range(begins[i], begins[i + 1]):
@@ -214,7 +214,7 @@ def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def
                 waiting -= 1
 
 
-@compiled
+@linked
 def _issued_turns(queues, issued, head, q):  # type: ignore[no-untyped-def]
     """Return the seconds of one message of each operation in flight, i.e. issued by all members."""
     until = len(queues.seconds)
@@ -226,7 +226,7 @@ def _issued_turns(queues, issued, head, q):  # type: ignore[no-untyped-def]
     return seconds
 
 
-@compiled
+@linked
 def _share_connections(  # type: ignore[no-untyped-def]
     queues, found, running, issued, head, flow, turns, most
 ):

@@ -26,7 +26,6 @@ _OPTIONS: Final[dict[str, list[dict[str, Any]]]] = {
 _WORKERS: Final = 8  # processes; each takes some 300 MiB
 _LONG: Final = (
     "delta",
-    "int2_block",
     "int4_block",
     "topk",
     "plans",

@@ -69,7 +69,7 @@ MUTATIONS = (
     Mutation("buffer too small", "fusion/buffers.py", "if buffer.numel >= numel:", "if buffer.numel >= numel // 2:", "test_fuse test_coalesce test_bucket"),
     Mutation("bucket limit", "fusion/stage.py", "if signature.nbytes >= self._options.bucket:", "if signature.nbytes > self._options.bucket:", "test_fuse test_bucket"),
     # compression
-    Mutation("scale of int8 blocks", "kernels/int8_block.py", "_STEP: Final = np.float32(1 / 127)", "_STEP: Final = np.float32(1 / 120)", "test_kernels_int8_block test_codecs"),
+    Mutation("scale of int8 blocks", "kernels/int8_block.py", "_STEP: Final = np.float32(1 / 127)", "_STEP: Final = np.float32(1 / 120)", "test_kernels_blocks test_codecs"),
     Mutation("digits of top-k", "kernels/topk.py", "_DIGITS: Final = ((20, 11), (9, 11), (0, 9))", "_DIGITS: Final = ((20, 11), (9, 11), (1, 8))", "test_kernels_topk test_topk"),
     Mutation("residual not kept", "compression/codec.py", "self.decode_accumulate(wire[:written], rest, -1.0)", "self.decode_accumulate(wire[:written], rest, 1.0)", "test_feedback test_compressed"),
     Mutation("EF21 difference", "compression/ef21.py", "(values - mine).mul_(scale)", "(values + mine).mul_(scale)", "test_feedback"),

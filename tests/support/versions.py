@@ -36,7 +36,7 @@ _LAYOUTS: Final = (
     "tests/jobs/layout/test_redistribute.py tests/jobs/layout/test_dtensor.py"
 )
 _KERNELS: Final = (
-    "tests/unit/test_kernels_cast.py tests/unit/test_kernels_int8_block.py tests/unit/test_kernels_topk.py"
+    "tests/unit/test_kernels_cast.py tests/unit/test_kernels_blocks.py tests/unit/test_kernels_topk.py"
 )
 _DOCS: Final = "tests/unit/test_docs.py"
 _ALL: Final = f"{_OPERATIONS} {_LAUNCH} {_TORCH} {_LAYOUTS} {_DOCS}"

@@ -1,4 +1,4 @@
-"""The kernels of int2_block agree bit for bit, and its quantiser is the one with the least error."""
+"""The payload of int2_block: its layout; its quantiser is the one with the least error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from codec_exam import F64, f64
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_exam import for_triton, hard_tensors, same_bits, triton_device
 from tiers import examples
 
 from mcr_plus.kernels import int2_block as kernel
@@ -26,29 +25,6 @@ def decoded(values: torch.Tensor) -> F64:
     out = torch.empty_like(values)
     kernel.decode(encoded(values), out)
     return f64(out)
-
-
-def check(what: str, values: torch.Tensor) -> None:
-    """The CPU kernels do what the torch reference does."""
-    wire = encoded(values)
-    expected = torch.zeros_like(wire)
-    kernel.encode_reference(values, expected)
-    same_bits(what, wire, expected)
-    outs = [torch.empty_like(values) for _ in range(2)]
-    kernel.decode(wire, outs[0])
-    kernel.decode_reference(wire, outs[1])
-    same_bits(what, *outs)
-
-
-def test_the_cpu_kernels_are_the_reference() -> None:
-    for what, values in hard_tensors(SIZES):
-        check(what, values)
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=300))
-def test_any_floats(values: list[float]) -> None:
-    check("drawn", torch.tensor(values, dtype=torch.float32))
 
 
 def test_contents_of_a_payload() -> None:
@@ -98,23 +74,3 @@ def test_an_outlier_is_kept_and_what_is_constant_is_exact() -> None:
 def test_blocks_of_the_largest_float_stay_finite(size: int) -> None:
     values = torch.full((size,), -torch.finfo(torch.float32).max)
     np.testing.assert_allclose(decoded(values), f64(values), rtol=2.0**-7)
-
-
-def test_the_triton_kernels_are_the_reference() -> None:
-    device = triton_device()
-    from mcr_plus.kernels.gpu import int2_block as gpu
-
-    for what, values in for_triton(hard_tensors(SIZES)):
-        size = values.numel()
-        wire = torch.zeros(kernel.nbytes(size), dtype=torch.uint8)
-        kernel.encode_reference(values, wire)
-        there = torch.zeros_like(wire, device=device)
-        gpu.encode(values.to(device), *kernel.split(there, size))
-        same_bits(what, wire, there)
-        out, total = torch.empty_like(values), torch.ones_like(values)
-        kernel.decode_reference(wire, out)
-        kernel.accumulate(wire, total, 0.3)
-        for add, expected in ((False, out), (True, total)):
-            got = torch.ones(size, device=device)
-            gpu.decode(*kernel.split(there, size), got, 0.3, add=add)
-            same_bits(what, expected, got)

@@ -41,7 +41,7 @@ from mcr_plus.backends.shm.atomics import (
 )
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
-from mcr_plus.kernels.cpu import compiled
+from mcr_plus.kernels.cpu import compiled, linked
 
 _types: Any = numba.types  # partly annotated, which type checkers report
 
@@ -157,13 +157,13 @@ def block_of(state, rank, index):  # type: ignore[no-untyped-def]
     return state[SOURCE] + index * state[SLICE] * width + skip
 
 
-@compiled
+@linked
 def _left(state, count, index):  # type: ignore[no-untyped-def]
     """Return the number of elements of slice `index` of `count` elements."""
     return max(0, min(state[SLICE], count - index * state[SLICE]))
 
 
-@compiled
+@linked
 def _put_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     slot, source, skip = slot_of(state, me, index), state[SOURCE], index * state[SLICE] * width
@@ -186,7 +186,7 @@ def _put_uneven(state, index):  # type: ignore[no-untyped-def]
         source += count * width
 
 
-@compiled
+@linked
 def _agree(state):  # type: ignore[no-untyped-def]
     """Read the number of slices from the headers of all ranks, and check the sizes."""
     me, ranks = state[RANK], state[RANKS]
@@ -199,7 +199,7 @@ def _agree(state):  # type: ignore[no-untyped-def]
     state[AGREED] = 1
 
 
-@compiled
+@linked
 def _take_uneven(state, index):  # type: ignore[no-untyped-def]
     """Copy a slice of every rank's data for this rank; the own part comes from the source."""
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
@@ -221,7 +221,7 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
         target += expected * width
 
 
-@compiled
+@linked
 def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     combine, divide = state[COMBINE], state[DIVIDE]
@@ -239,7 +239,7 @@ def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
         call(divide, result, result, ranks, elements)
 
 
-@compiled
+@linked
 def _put(state, index):  # type: ignore[no-untyped-def]
     kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
     if kind in UNEVEN:
@@ -267,7 +267,7 @@ def _put(state, index):  # type: ignore[no-untyped-def]
         copy(slot, source + first * width, elements * width)
 
 
-@compiled
+@linked
 def _reduce(state, index):  # type: ignore[no-untyped-def]
     kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
     combine, divide = state[COMBINE], state[DIVIDE]
@@ -302,7 +302,7 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
             call(divide, result, result, ranks, size)
 
 
-@compiled
+@linked
 def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
     """Copy into the caller's buffer, past the caches if the result is larger than they are."""
     if not state[STREAMS] or nbytes < 2 * STREAMED:
@@ -316,7 +316,7 @@ def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
     copy(target + head, source + head, nbytes - head)
 
 
-@compiled
+@linked
 def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def]
     """Copy every rank's part of a reduced slice."""
     width = state[WIDTH]
@@ -327,7 +327,7 @@ def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def
             _deliver(state, state[TARGET] + (first + low) * width, at, size * width)
 
 
-@compiled
+@linked
 def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
     """Copy a slice of every rank's block; the own block comes from the source."""
     width = state[WIDTH]
@@ -337,7 +337,7 @@ def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
             _deliver(state, target, at, elements * width)
 
 
-@compiled
+@linked
 def _take(state, index):  # type: ignore[no-untyped-def]
     kind, me, width, root = state[KIND], state[RANK], state[WIDTH], state[ROOT]
     if kind in UNEVEN:
@@ -420,7 +420,7 @@ def has_taken(state):  # type: ignore[no-untyped-def]
     store_release(state[LINES] + state[RANK] * LINE + TAKEN_AT, state[BASE] + state[TAKEN])
 
 
-@compiled
+@linked
 def _step(state):  # type: ignore[no-untyped-def]
     """Run each phase for one slice if possible; return whether any ran."""
     moved = False

@@ -27,7 +27,7 @@ import numpy as np
 
 from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
-from mcr_plus.kernels.cpu import compiled
+from mcr_plus.kernels.cpu import compiled, linked
 
 if TYPE_CHECKING:
     from mcr_plus.msccl.algorithm import Operation
@@ -115,7 +115,7 @@ PUTS: Final = 9
 STEP: Final = 10
 
 
-@compiled
+@linked
 def _place(state, space, chunk, tile):  # type: ignore[no-untyped-def]
     """Return the address of a chunk's part of a tile."""
     width = state[WIDTH]
@@ -127,7 +127,7 @@ def _place(state, space, chunk, tile):  # type: ignore[no-untyped-def]
     return state[SPACE + space] + at * width
 
 
-@compiled
+@linked
 def _piece(state, operation, source, target, arrived, leaving, elements):  # type: ignore[no-untyped-def]
     """Run a step on one chunk's part of a tile; unused addresses have any value."""
     nbytes, combine = elements * state[WIDTH], state[COMBINE]
@@ -152,13 +152,13 @@ def _piece(state, operation, source, target, arrived, leaving, elements):  # typ
         call(combine, target, target, source, elements)
 
 
-@compiled
+@linked
 def _tag_of(state, counter, number):  # type: ignore[no-untyped-def]
     """Return the address of the tag of slot `number`; state word `counter` has the counter's address."""
     return state[counter] + 8 * (1 + number % state[DEPTH])
 
 
-@compiled
+@linked
 def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untyped-def]
     """Return whether a step can run: its dependency is done, a slot is filled, a slot is empty."""
     awaited = state[step + AFTER_BLOCK]
@@ -181,7 +181,7 @@ def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untype
     return True
 
 
-@compiled
+@linked
 def _turn(state, block):  # type: ignore[no-untyped-def]
     """Run a thread block's next step if it can run; return whether it ran."""
     tile = state[block + AT_TILE]
@@ -227,7 +227,7 @@ def _turn(state, block):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@linked
 def _move_rest(state, space, blocks, fills):  # type: ignore[no-untyped-def]
     """Copy the remaining elements of each block into their buffer, or out of it."""
     width, per_block, rest = state[WIDTH], state[PER_BLOCK], state[REST]

@@ -23,7 +23,7 @@ from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store
 from mcr_plus.backends.shm.faults import FAULT_WORDS
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.checksum_sizes import CHAIN_BYTES
-from mcr_plus.kernels.cpu import compiled
+from mcr_plus.kernels.cpu import compiled, linked
 
 _types: Any = numba.types  # partly annotated, which type checkers report
 
@@ -80,7 +80,7 @@ PULLS: Final = 3
 _NOTHING: Final = -1
 
 
-@compiled
+@linked
 def _places(state, row):  # type: ignore[no-untyped-def]
     """Return the bytes before the data of a message's next slot, and the most bytes of data in it."""
     if state[row + MARK]:
@@ -89,7 +89,7 @@ def _places(state, row):  # type: ignore[no-untyped-def]
     return skip, state[SLOT] - skip
 
 
-@compiled
+@linked
 def _push(state, row):  # type: ignore[no-untyped-def]
     """Fill a slot if one is free; return whether one was."""
     depth, slot, own, at = state[DEPTH], state[SLOT], state[row + OWN], state[row + AT]
@@ -117,7 +117,7 @@ def _push(state, row):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@linked
 def _filled(state, row):  # type: ignore[no-untyped-def]
     """Return whether the next slot is filled."""
     if state[row + SEEN] == state[row + OWN]:
@@ -125,7 +125,7 @@ def _filled(state, row):  # type: ignore[no-untyped-def]
     return state[row + SEEN] != state[row + OWN]
 
 
-@compiled
+@linked
 def _pull(state, row):  # type: ignore[no-untyped-def]
     """Empty a slot if one is filled; return whether one was."""
     if not _filled(state, row):
@@ -147,7 +147,7 @@ def _pull(state, row):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@linked
 def _pull_on(state, row):  # type: ignore[no-untyped-def]
     """Empty all filled slots of a message; return whether the message is complete."""
     while state[row + MODE] == PULLS and _pull(state, row):
@@ -156,7 +156,7 @@ def _pull_on(state, row):  # type: ignore[no-untyped-def]
     return state[row + MODE] == IDLE
 
 
-@compiled
+@linked
 def _look(state, row):  # type: ignore[no-untyped-def]
     """Return whether a message has arrived; accept the message that is due."""
     if not _filled(state, row):
@@ -178,7 +178,7 @@ def _look(state, row):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@linked
 def _turn(state):  # type: ignore[no-untyped-def]
     """Move a slot of each queue; return a row for Python, -1 after progress, -2 without."""
     rows, index = state[ROWS], state[NEXT]

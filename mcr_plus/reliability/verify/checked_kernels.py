@@ -85,7 +85,7 @@ from mcr_plus.kernels.checksum import (
     take_part,
 )
 from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
-from mcr_plus.kernels.cpu import compiled
+from mcr_plus.kernels.cpu import compiled, linked
 from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS
 from mcr_plus.reliability.verify.row_kernels import MISSING, claim, gathered, post
 
@@ -119,18 +119,18 @@ _TRIES: Final = 20  # checks of other ranks' rows per spin of a state
 _PART: Final = 8 << 10  # bytes added at a time: they stay in the nearest cache
 
 
-@compiled
+@linked
 def _damage(state, place, address, nbytes):  # type: ignore[no-untyped-def]
     damage(state.ctypes.data + 8 * FAULT, np.int64(place), address, nbytes)
 
 
-@compiled
+@linked
 def _first(state, end, peer, index):  # type: ignore[no-untyped-def]
     """Return the address of the checksum of a flow's first block in slice `index`."""
     return state[TABLE + end * state[RANKS] + peer] + 8 * index * state[STEP]
 
 
-@compiled
+@linked
 def _send(state, peer, index, slot, source, nbytes):  # type: ignore[no-untyped-def]
     """Copy values into the slot."""
     out = _first(state, SENT, peer, index)
@@ -141,7 +141,7 @@ def _send(state, peer, index, slot, source, nbytes):  # type: ignore[no-untyped-
     _damage(state, IN_SLOT, slot, nbytes)
 
 
-@compiled
+@linked
 def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[no-untyped-def]
     """Copy a peer's data to the target.
 
@@ -161,7 +161,7 @@ def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[n
         store_release(out + 8 * block, block_checksum(target + skip, size))
 
 
-@compiled
+@linked
 def _keep(state, index, target, source, nbytes):  # type: ignore[no-untyped-def]
     """Copy this rank's data to itself unless they are there, and compare the two.
 
@@ -187,7 +187,7 @@ def _keep(state, index, target, source, nbytes):  # type: ignore[no-untyped-def]
         store_release(out + 8 * block, load_acquire(sent + 8 * block) + different)
 
 
-@compiled
+@linked
 def _put(state, index, elements):  # type: ignore[no-untyped-def]
     kind, me, width = state[KIND], state[RANK], state[WIDTH]
     first = index * state[SLICE]
@@ -206,7 +206,7 @@ def _put(state, index, elements):  # type: ignore[no-untyped-def]
         _send(state, 0, index, slot, source + first * width, elements * width)
 
 
-@compiled
+@linked
 def _reduce(state, index, elements):  # type: ignore[no-untyped-def]
     """Add a slice in blocks, in the order of ranks of `collectives_kernels`."""
     kind, me, width = state[KIND], state[RANK], state[WIDTH]
@@ -227,7 +227,7 @@ def _reduce(state, index, elements):  # type: ignore[no-untyped-def]
         _damage(state, IN_SUMS, result, nbytes)
 
 
-@compiled
+@linked
 def _reduce_block(state, index, block, own, result, skip, nbytes):  # type: ignore[no-untyped-def]
     kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
     whole, sums = kind == ALL_REDUCE_WHOLE, state[CHAINS] + ranks * CHAIN_BYTES
@@ -262,7 +262,7 @@ def _reduce_block(state, index, block, own, result, skip, nbytes):  # type: igno
         store_release(_first(state, SENT_SUMS, np.int64(0), index) + 8 * block, end_block(sums))
 
 
-@compiled
+@linked
 def _take(state, index, elements):  # type: ignore[no-untyped-def]
     kind, me, width = state[KIND], state[RANK], state[WIDTH]
     first = index * state[SLICE]
@@ -287,12 +287,12 @@ def _take(state, index, elements):  # type: ignore[no-untyped-def]
                 _deliver(state, GOT, rank, index, target, at, elements * width)
 
 
-@compiled
+@linked
 def _elements(state, index):  # type: ignore[no-untyped-def]
     return min(state[SLICE], state[COUNT] - index * state[SLICE])
 
 
-@compiled
+@linked
 def _step(state):  # type: ignore[no-untyped-def]
     """Run each phase for one slice if possible; return whether any ran."""
     moved = False

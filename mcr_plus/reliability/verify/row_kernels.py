@@ -11,7 +11,7 @@ import numpy as np
 from mcr_plus.backends.shm.atomics import load_acquire, pause, store_release
 from mcr_plus.backends.shm.reduce_kernels import reduce_rows
 from mcr_plus.kernels.checksum import checksums, join
-from mcr_plus.kernels.cpu import compiled
+from mcr_plus.kernels.cpu import compiled, linked
 
 MISSING: Final = 0
 AGREE: Final = 1
@@ -98,7 +98,7 @@ def gathered(first, stride, ranks, number, tries):  # type: ignore[no-untyped-de
     return compared(first + 8, stride, ranks)
 
 
-@compiled
+@linked
 def _check(words, cut, address):  # type: ignore[no-untyped-def]
     at = words + 8 * cut
     parts, blocks, out = load_acquire(at + 8), load_acquire(at + 16), load_acquire(words + 8 * CHECKSUMS)

@@ -33,12 +33,8 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all_single",
-    "reduce_scatter",
-    "replicate",
-]
+    "all_gather", "all_reduce", "all_to_all_single", "reduce_scatter", "replicate",
+]  # fmt: skip
 
 
 def all_to_all_single(

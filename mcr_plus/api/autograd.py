@@ -75,10 +75,7 @@ def all_to_all_single(
 
 
 def replicate(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Return `x` as it is; backward sums its gradient over the ranks.
 
@@ -100,10 +97,7 @@ def replicate(
 
 
 def all_reduce(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Return the sum of `x` over the ranks; backward hands the gradient through as it is.
 
@@ -127,10 +121,7 @@ def all_reduce(
 
 
 def all_gather(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Return every rank's `x` of shape [n, ...], one after the other along dim 0: [ranks * n, ...].
 
@@ -155,10 +146,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Sum `x` of shape [ranks * n, ...] over the ranks; rank r gets part r along dim 0: [n, ...].
 

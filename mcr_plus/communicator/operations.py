@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,22 +27,15 @@ if TYPE_CHECKING:
     from mcr_plus.fusion.coalesce import Coalescer
 
 
+@dataclass(eq=False, repr=False)
 class P2POp:
     """One send or receive of a batch: `P2POp(mcr.isend, tensor, peer, group=None, tag=0)`."""
 
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        tensor: Tensor,
-        peer: int,
-        group: Communicator | None = None,
-        tag: int = 0,
-    ) -> None:
-        self.op = op
-        self.tensor = tensor
-        self.peer = peer
-        self.group = group
-        self.tag = tag
+    op: Callable[..., Any]
+    tensor: Tensor
+    peer: int
+    group: Communicator | None = None
+    tag: int = 0
 
 
 class Operations(ABC):

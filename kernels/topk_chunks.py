@@ -386,7 +386,12 @@ def encode_rest(
 
 
 def _start(
-    values: torch.Tensor, decay: float, rest: torch.Tensor, with_rest: bool, form: Form, records: torch.Tensor
+    values: torch.Tensor,
+    decay: float,
+    rest: torch.Tensor,
+    with_rest: bool,
+    form: RecordForm,
+    records: torch.Tensor,
 ) -> None:
     kept = rest.numpy()
     given = values.numpy() if with_rest else kept

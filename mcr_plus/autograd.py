@@ -10,14 +10,9 @@ if TYPE_CHECKING:
     from mcr_plus.layout.autograd import halo_exchange, redistribute
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all_single",
-    "halo_exchange",
-    "redistribute",
-    "reduce_scatter",
+    "all_gather", "all_reduce", "all_to_all_single", "halo_exchange", "redistribute", "reduce_scatter",
     "replicate",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -16,16 +16,9 @@ from mcr_plus.parallel.spatial import (
 )
 
 __all__ = [
-    "AvgPool2d",
-    "AvgPool3d",
-    "Conv2d",
-    "Conv3d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "global_mean",
-    "local_part",
+    "AvgPool2d", "AvgPool3d", "Conv2d", "Conv3d", "MaxPool2d", "MaxPool3d", "global_mean", "local_part",
     "sum_gradients",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -33,12 +33,8 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all_single",
-    "reduce_scatter",
-    "replicate",
-]
+    "all_gather", "all_reduce", "all_to_all_single", "reduce_scatter", "replicate",
+]  # fmt: skip
 
 
 def all_to_all_single(
@@ -79,10 +75,7 @@ def all_to_all_single(
 
 
 def replicate(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Return `x` unchanged; the backward pass sums its gradient over the ranks.
 
@@ -104,10 +97,7 @@ def replicate(
 
 
 def all_reduce(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Return the sum of `x` over the ranks; the backward pass returns the gradient unchanged.
 
@@ -131,10 +121,7 @@ def all_reduce(
 
 
 def all_gather(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Return every rank's `x` of shape [n, ...], concatenated along dim 0: [ranks * n, ...].
 
@@ -159,10 +146,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    x: torch.Tensor,
-    *,
-    group: Communicator | None = None,
-    **options: Unpack[CallOptions],
+    x: torch.Tensor, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
     """Sum `x` of shape [ranks * n, ...] over the ranks; rank r gets part r along dim 0: [n, ...].
 

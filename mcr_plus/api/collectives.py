@@ -382,14 +382,8 @@ def all_to_all_single(
         assert received[:, 0].tolist() == [0.0] * (1 + rank) + [1.0] * (1 + rank)
         ```
     """
-    return _of(group).all_to_all_single(
-        output,
-        input,
-        output_split_sizes,
-        input_split_sizes,
-        async_op,
-        **options,
-    )
+    sizes = output_split_sizes, input_split_sizes
+    return _of(group).all_to_all_single(output, input, *sizes, async_op, **options)
 
 
 def gather(

@@ -9,7 +9,6 @@ but cannot order its work after ours: the host waits for the operation.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -20,7 +19,7 @@ import torch
 
 from mcr_plus.communicator.tensors import is_on_device, tensor_on
 from mcr_plus.core import streams as core_streams
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.work import Info, Work
 from mcr_plus.errors import CommTimeout, InvalidArgument
 
@@ -86,8 +85,7 @@ class ArrayStreams:
     def finish(self) -> None:
         """Wait until no array is needed any more, after the last operation has ended on the host."""
         for work in list(self._pending):
-            while not work.is_completed():
-                time.sleep(_NAP_S)
+            until(work.is_completed, Deadline(None), _NAP_S)
         self._pending.clear()
 
     def _forget(self) -> None:
@@ -219,11 +217,8 @@ class ArrayWork(Work):
 
     def wait_for_end(self, timeout: float | None) -> None:
         """Wait on the host until the operation has ended; raise its error."""
-        deadline = Deadline(timeout)
-        while not self.is_completed():
-            if deadline.passed():
-                raise CommTimeout(f"{self.info.kind}: not complete in the time of this wait; it continues")
-            time.sleep(_NAP_S)
+        if not until(self.is_completed, Deadline(timeout), _NAP_S):
+            raise CommTimeout(f"{self.info.kind}: not complete in the time of this wait; it continues")
         if (error := self.exception()) is not None:
             raise error
 

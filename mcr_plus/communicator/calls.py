@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Extras
 
+Tensors = Sequence[torch.Tensor]
 Compress = str | Mapping[str, object] | bool | None
 
 
@@ -69,8 +70,8 @@ class Call(NamedTuple):
     """
 
     kind: Kind
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
+    inputs: Tensors
+    outputs: Tensors
     shape: Sequence[int]
     numel: int | None
     root: int | None = None
@@ -118,13 +119,13 @@ def all_gather_into_tensor(group: Group, output: torch.Tensor, input: torch.Tens
     return Call("all_gather", (source,), (target,), source.shape, target.numel())
 
 
-def all_gather(group: Group, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> Call:
+def all_gather(group: Group, tensor_list: Tensors, tensor: torch.Tensor) -> Call:
     value = as_tensor(tensor, "tensor")
     parts = _list(group, tensor_list, "tensor_list", like=value, same_size=True)
     return Call("all_gather", (value,), parts, value.shape, value.numel() * group.size, packed=True)
 
 
-def all_gather_v(group: Group, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> Call:
+def all_gather_v(group: Group, tensor_list: Tensors, tensor: torch.Tensor) -> Call:
     value = as_tensor(tensor, "tensor")
     parts = _list(group, tensor_list, "tensor_list", like=value)
     own = parts[group.rank]
@@ -142,18 +143,14 @@ def reduce_scatter_tensor(
     return Call("reduce_scatter", (source,), (target,), target.shape, source.numel(), reduce_op=op)
 
 
-def reduce_scatter(
-    group: Group, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: ReduceOp = "SUM"
-) -> Call:
+def reduce_scatter(group: Group, output: torch.Tensor, input_list: Tensors, op: ReduceOp = "SUM") -> Call:
     target = as_tensor(output, "output")
     parts = _list(group, input_list, "input_list", like=target, same_size=True)
     numel = target.numel() * group.size
     return Call("reduce_scatter", parts, (target,), target.shape, numel, reduce_op=op, packed=True)
 
 
-def reduce_scatter_v(
-    group: Group, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: ReduceOp = "SUM"
-) -> Call:
+def reduce_scatter_v(group: Group, output: torch.Tensor, input_list: Tensors, op: ReduceOp = "SUM") -> Call:
     target = as_tensor(output, "output")
     parts = _list(group, input_list, "input_list", like=target)
     own = parts[group.rank]
@@ -185,41 +182,33 @@ def all_to_all_single(
     return Call("all_to_all_v", (source,), (target,), _trailing(source), None, extras=counts)
 
 
-def all_to_all(group: Group, output_list: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor]) -> Call:
+def all_to_all(group: Group, output_list: Tensors, input_list: Tensors) -> Call:
     targets = _list(group, output_list, "output_list")
     sources = _list(group, input_list, "input_list", like=targets[0])
     counts: Extras = {"input_counts": _counts(sources), "output_counts": _counts(targets)}
     return Call("all_to_all_v", sources, targets, (), None, packed=True, extras=counts)
 
 
-def gather(
-    group: Group, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None = None, dst: int = 0
-) -> Call:
+def gather(group: Group, tensor: torch.Tensor, gather_list: Tensors | None = None, dst: int = 0) -> Call:
     value, root = as_tensor(tensor, "tensor"), group_rank(group, dst, "dst")
     parts = _root_list(group, gather_list, "gather_list", root, value, same_size=True)
     return Call("gather", (value,), parts, value.shape, value.numel() * group.size, root, packed=True)
 
 
-def gather_v(
-    group: Group, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None = None, dst: int = 0
-) -> Call:
+def gather_v(group: Group, tensor: torch.Tensor, gather_list: Tensors | None = None, dst: int = 0) -> Call:
     value, root = as_tensor(tensor, "tensor"), group_rank(group, dst, "dst")
     parts = _root_list(group, gather_list, "gather_list", root, value)
     counts: Extras = {"output_counts": _counts(parts)}
     return Call("gather_v", (value,), parts, _trailing(value), None, root, packed=True, extras=counts)
 
 
-def scatter(
-    group: Group, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0
-) -> Call:
+def scatter(group: Group, tensor: torch.Tensor, scatter_list: Tensors | None = None, src: int = 0) -> Call:
     value, root = as_tensor(tensor, "tensor"), group_rank(group, src, "src")
     parts = _root_list(group, scatter_list, "scatter_list", root, value, same_size=True)
     return Call("scatter", parts, (value,), value.shape, value.numel() * group.size, root, packed=True)
 
 
-def scatter_v(
-    group: Group, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0
-) -> Call:
+def scatter_v(group: Group, tensor: torch.Tensor, scatter_list: Tensors | None = None, src: int = 0) -> Call:
     value, root = as_tensor(tensor, "tensor"), group_rank(group, src, "src")
     parts = _root_list(group, scatter_list, "scatter_list", root, value)
     counts: Extras = {"input_counts": _counts(parts)}
@@ -282,10 +271,8 @@ def sequence_of(values: Any, name: str) -> Sequence[Any]:
     return values
 
 
-def pairs(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of output and input. Raises `InvalidArgument` if the lists differ in length."""
+def pairs(outputs: Tensors, inputs: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs of an output and its input. Raises `InvalidArgument` if the lists differ in length."""
     if len(outputs) != len(inputs):
         raise InvalidArgument(f"outputs: expected as many as inputs ({len(inputs)}), got {len(outputs)}")
     return list(zip(outputs, inputs, strict=True))
@@ -330,12 +317,7 @@ def check_options(kind: Kind, op: object, options: Mapping[str, Any]) -> None:
 
 
 def _list(
-    group: Group,
-    tensors: Sequence[torch.Tensor],
-    name: str,
-    *,
-    like: torch.Tensor | None = None,
-    same_size: bool = False,
+    group: Group, tensors: Tensors, name: str, *, like: torch.Tensor | None = None, same_size: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors, one per rank, all with the dtype of `like` and, with `same_size`, its size."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
@@ -355,7 +337,7 @@ def _list(
 
 def _root_list(
     group: Group,
-    tensors: Sequence[torch.Tensor] | None,
+    tensors: Tensors | None,
     name: str,
     root: int,
     like: torch.Tensor,
@@ -422,7 +404,7 @@ def _trailing(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[1:])
 
 
-def _counts(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _counts(tensors: Tensors) -> tuple[int, ...]:
     return tuple(tensor.numel() for tensor in tensors)
 
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from mcr_plus.communicator import calls
-from mcr_plus.communicator.calls import (
-    BUILDERS,
-    Builder,
-    Call,
-    CallOptions,
-    Compress,
-    MessageOptions,
-    Unpack,
-)  # fmt: skip
+from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, Tensors, Unpack
 from mcr_plus.communicator.coalesced import coalesced
 from mcr_plus.communicator.prepared import Prepared, repeated
 from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor
@@ -34,22 +27,15 @@ if TYPE_CHECKING:
     from mcr_plus.fusion.coalesce import Coalescer
 
 
+@dataclass(eq=False, repr=False)
 class P2POp:
     """One send or receive of a batch: `P2POp(mcr.isend, tensor, peer, group=None, tag=0)`."""
 
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        tensor: torch.Tensor,
-        peer: int,
-        group: Communicator | None = None,
-        tag: int = 0,
-    ) -> None:
-        self.op = op
-        self.tensor = tensor
-        self.peer = peer
-        self.group = group
-        self.tag = tag
+    op: Callable[..., Any]
+    tensor: Tensor
+    peer: int
+    group: Communicator | None = None
+    tag: int = 0
 
 
 class Operations(ABC):
@@ -62,14 +48,14 @@ class Operations(ABC):
     _plans: dict[Any, Any]  # bound operations by call arguments: functions here, `BoundChain` in `prepared`
 
     @abstractmethod
-    def prepared(self, call: Call, async_op: bool, options: CallOptions) -> Prepared:
+    def prepared(self, call: calls.Call, async_op: bool, options: CallOptions) -> Prepared:
         """Bind a call and lay out its tensors, without issuing it."""
 
     # -- collectives ------------------------------------------------------------------------------
 
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         op: ReduceOp = "SUM",
         async_op: bool = False,
         *,
@@ -77,11 +63,8 @@ class Operations(ABC):
         compress: Compress = None,
         tag: str | None = None,
     ) -> Work | None:
-        """Reduce `tensor` (any shape) over all ranks, in place; all ranks get the same bits.
-
-        See `mcr.all_reduce`.
-        """
-        # A copy of `_call` written inline, because this is the most frequent operation.
+        """Reduce `tensor` over all ranks, in place. See `mcr.all_reduce`."""
+        # An inlined copy of `_call`, because this is the most frequent operation.
         key: tuple[Any, ...] | None = None
         try:
             key = (
@@ -99,119 +82,83 @@ class Operations(ABC):
         return self._first("all_reduce", (tensor,), (op,), async_op, options, key)
 
     def broadcast(
-        self, tensor: torch.Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
+        self, tensor: Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
         """Copy `tensor` of rank `src` into `tensor` of every rank. See `mcr.broadcast`."""
         return self._call("broadcast", (tensor,), (src,), async_op, options)
 
     def reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         dst: int,
         op: ReduceOp = "SUM",
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; other ranks keep their values.
-
-        See `mcr.reduce`.
-        """
+        """Reduce `tensor` over all ranks into that of rank `dst`. See `mcr.reduce`."""
         return self._call("reduce", (tensor,), (dst, op), async_op, options)
 
     def all_gather_into_tensor(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        async_op: bool = False,
-        **options: Unpack[CallOptions],
+        self, output: Tensor, input: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
-        """Gather every rank's `input` of n elements into `output` of size × n elements, in rank order.
-
-        See `mcr.all_gather_into_tensor`.
-        """
+        """Gather every rank's `input` into `output`, in rank order. See `mcr.all_gather_into_tensor`."""
         return self._call("all_gather_into_tensor", (output, input), (), async_op, options)
 
     def all_gather(
-        self,
-        tensor_list: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        async_op: bool = False,
-        **options: Unpack[CallOptions],
+        self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
         """Gather every rank's `tensor` into `tensor_list`, all of the same size. See `mcr.all_gather`."""
         return self._issue(calls.all_gather, (tensor_list, tensor), async_op, options)
 
     def all_gather_v(
-        self,
-        tensor_list: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
-        async_op: bool = False,
-        **options: Unpack[CallOptions],
+        self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
-        """Gather tensors of different sizes along dim 0; `tensor_list[r]` fits rank r's tensor.
-
-        See `mcr.all_gather_v`.
-        """
+        """Gather tensors that differ along dim 0 into `tensor_list`. See `mcr.all_gather_v`."""
         return self._issue(calls.all_gather_v, (tensor_list, tensor), async_op, options)
 
     def reduce_scatter_tensor(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         op: ReduceOp = "SUM",
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `input` of size × n elements over all ranks; rank r gets part r in `output` of n elements.
-
-        See `mcr.reduce_scatter_tensor`.
-        """
+        """Reduce `input` over all ranks; rank r gets part r in `output`. See `mcr.reduce_scatter_tensor`."""
         return self._call("reduce_scatter_tensor", (output, input), (op,), async_op, options)
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        input_list: Sequence[torch.Tensor],
+        output: Tensor,
+        input_list: Tensors,
         op: ReduceOp = "SUM",
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `input_list[r]` over all ranks into `output` of rank r, all of the same size.
-
-        See `mcr.reduce_scatter`.
-        """
+        """Reduce `input_list[r]` over all ranks into `output` of rank r. See `mcr.reduce_scatter`."""
         return self._issue(calls.reduce_scatter, (output, input_list, op), async_op, options)
 
     def reduce_scatter_v(
         self,
-        output: torch.Tensor,
-        input_list: Sequence[torch.Tensor],
+        output: Tensor,
+        input_list: Tensors,
         op: ReduceOp = "SUM",
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce and scatter parts of different sizes along dim 0; `input_list[r]` fits rank r's output.
-
-        See `mcr.reduce_scatter_v`.
-        """
+        """Reduce parts that differ along dim 0, as `reduce_scatter`. See `mcr.reduce_scatter_v`."""
         return self._issue(calls.reduce_scatter_v, (output, input_list, op), async_op, options)
 
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Send part r of `input` to rank r and receive the ranks' parts into `output`, in rank order.
-
-        Parts are equal, or given by split sizes: rows along dim 0 per rank, which must sum to the size of
-        dim 0. Either all ranks pass split sizes, or none.
-
-        See `mcr.all_to_all_single`.
-        """
+        """Send part r of `input` to rank r and receive parts into `output`. See `mcr.all_to_all_single`."""
         if output_split_sizes is None and input_split_sizes is None:
             return self._call("all_to_all_single", (output, input), (), async_op, options)
         arguments = (output, input, output_split_sizes, input_split_sizes)
@@ -219,35 +166,29 @@ class Operations(ABC):
 
     def all_to_all(
         self,
-        output_list: Sequence[torch.Tensor],
-        input_list: Sequence[torch.Tensor],
+        output_list: Tensors,
+        input_list: Tensors,
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Send `input_list[r]` to rank r and receive from rank r into `output_list[r]`; sizes may differ.
-
-        See `mcr.all_to_all`.
-        """
+        """Send `input_list[r]` to rank r and receive from it into `output_list[r]`. See `mcr.all_to_all`."""
         return self._issue(calls.all_to_all, (output_list, input_list), async_op, options)
 
     def gather(
         self,
-        tensor: torch.Tensor,
-        gather_list: Sequence[torch.Tensor] | None = None,
+        tensor: Tensor,
+        gather_list: Tensors | None = None,
         dst: int = 0,
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather the ranks' tensors, all of one size, into `gather_list` of rank `dst` (None elsewhere).
-
-        See `mcr.gather`.
-        """
+        """Gather the ranks' tensors into `gather_list` of rank `dst`. See `mcr.gather`."""
         return self._issue(calls.gather, (tensor, gather_list, dst), async_op, options)
 
     def gather_v(
         self,
-        tensor: torch.Tensor,
-        gather_list: Sequence[torch.Tensor] | None = None,
+        tensor: Tensor,
+        gather_list: Tensors | None = None,
         dst: int = 0,
         async_op: bool = False,
         **options: Unpack[CallOptions],
@@ -257,22 +198,19 @@ class Operations(ABC):
 
     def scatter(
         self,
-        tensor: torch.Tensor,
-        scatter_list: Sequence[torch.Tensor] | None = None,
+        tensor: Tensor,
+        scatter_list: Tensors | None = None,
         src: int = 0,
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Send `scatter_list[r]` of rank `src` (None elsewhere), all of one size, into `tensor` of rank r.
-
-        See `mcr.scatter`.
-        """
+        """Send `scatter_list[r]` of rank `src` into `tensor` of rank r. See `mcr.scatter`."""
         return self._issue(calls.scatter, (tensor, scatter_list, src), async_op, options)
 
     def scatter_v(
         self,
-        tensor: torch.Tensor,
-        scatter_list: Sequence[torch.Tensor] | None = None,
+        tensor: Tensor,
+        scatter_list: Tensors | None = None,
         src: int = 0,
         async_op: bool = False,
         **options: Unpack[CallOptions],
@@ -289,18 +227,9 @@ class Operations(ABC):
     # -- coalesced --------------------------------------------------------------------------------
 
     def all_reduce_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: ReduceOp = "SUM",
-        async_op: bool = False,
-        **options: Unpack[CallOptions],
+        self, tensors: Tensors, op: ReduceOp = "SUM", async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
-        """Run `all_reduce` on each tensor, under one handle; packs small tensors of a dtype.
-
-        Each tensor must be listed once.
-
-        See `mcr.all_reduce_coalesced`.
-        """
+        """Run `all_reduce` on each tensor, under one handle. See `mcr.all_reduce_coalesced`."""
         try:
             values = [as_tensor(tensor, "tensor") for tensor in calls.sequence_of(tensors, "tensors")]
         except ArrayOnDevice:
@@ -309,16 +238,9 @@ class Operations(ABC):
         return coalesced(self, "all_reduce", values, values, async_op, options, op)
 
     def all_gather_coalesced(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        async_op: bool = False,
-        **options: Unpack[CallOptions],
+        self, outputs: Tensors, inputs: Tensors, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
-        """Run `all_gather_into_tensor` on each pair, under one handle; packs small pairs of a dtype.
-
-        See `mcr.all_gather_coalesced`.
-        """
+        """Run `all_gather_into_tensor` on each pair, under one handle. See `mcr.all_gather_coalesced`."""
         pairs = calls.pairs(outputs, inputs)
         try:
             built = [calls.all_gather_into_tensor(self._group, *pair) for pair in pairs]
@@ -330,16 +252,13 @@ class Operations(ABC):
 
     def reduce_scatter_coalesced(
         self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Tensors,
+        inputs: Tensors,
         op: ReduceOp = "SUM",
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `reduce_scatter_tensor` on each pair, under one handle; packs small pairs of a dtype.
-
-        See `mcr.reduce_scatter_coalesced`.
-        """
+        """Run `reduce_scatter_tensor` on each pair, under one handle. See `mcr.reduce_scatter_coalesced`."""
         pairs = calls.pairs(outputs, inputs)
         try:
             built = [calls.reduce_scatter_tensor(self._group, *pair) for pair in pairs]
@@ -351,45 +270,28 @@ class Operations(ABC):
 
     # -- point to point ---------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
-        """Send `tensor` to rank `dst`; return when the program may change it. See `mcr.send`."""
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
+        """Send `tensor` to rank `dst`; returns when the program may change it. See `mcr.send`."""
         self.isend(tensor, dst, tag, **options).wait()
 
     def recv(
-        self,
-        tensor: torch.Tensor,
-        src: int | None = None,
-        tag: int = 0,
-        **options: Unpack[MessageOptions],
+        self, tensor: Tensor, src: int | None = None, tag: int = 0, **options: Unpack[MessageOptions]
     ) -> None:
-        """Receive into `tensor` from rank `src`, or from the first rank that sends with this `tag`.
-
-        See `mcr.recv`.
-        """
+        """Receive into `tensor` from rank `src`, or from any rank. See `mcr.recv`."""
         self.irecv(tensor, src, tag, **options).wait()
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Work:
-        """Start a send. `tag` must equal the receiver's; `label` is the name in rules and logs.
-
-        See `mcr.isend`.
-        """
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Work:
+        """Start a send; `label` is its name in rules and logs. See `mcr.isend`."""
         return self._call("isend", (tensor,), (dst, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def irecv(
-        self,
-        tensor: torch.Tensor,
-        src: int | None = None,
-        tag: int = 0,
-        **options: Unpack[MessageOptions],
+        self, tensor: Tensor, src: int | None = None, tag: int = 0, **options: Unpack[MessageOptions]
     ) -> Work:
         """Start a receive; `Work.source_rank()` returns the sender. See `mcr.irecv`."""
         return self._call("irecv", (tensor,), (src, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
-        """Start all sends and receives of a batch; peers may list their operations in another order.
-
-        See `mcr.batch_isend_irecv`.
-        """
+        """Start several sends and receives. See `mcr.batch_isend_irecv`."""
         ready = []
         for index, operation in enumerate(calls.sequence_of(p2p_ops, "p2p_ops")):
             if not isinstance(operation, P2POp):
@@ -405,7 +307,7 @@ class Operations(ABC):
                 )
             comm = operation.group or self
             arguments = (operation.tensor, operation.peer, operation.tag)
-            ready.append(comm._ready(BUILDERS[name], arguments, True, {}))
+            ready.append(comm._ready(calls.BUILDERS[name], arguments, True, {}))
         return [prepared.start() for prepared in ready]
 
     # -- issuing ----------------------------------------------------------------------------------
@@ -413,7 +315,7 @@ class Operations(ABC):
     def _call(
         self,
         name: str,
-        tensors: tuple[torch.Tensor, ...],
+        tensors: tuple[Tensor, ...],
         own: tuple[Any, ...],
         async_op: bool,
         options: CallOptions,
@@ -438,14 +340,14 @@ class Operations(ABC):
     def _first(
         self,
         name: str,
-        tensors: tuple[torch.Tensor, ...],
+        tensors: tuple[Tensor, ...],
         own: tuple[Any, ...],
         async_op: bool,
         options: CallOptions,
         key: tuple[Any, ...] | None,
     ) -> Work | None:
-        """Check, bind and issue an operation; cache its bound form under `key` if calls can repeat it."""
-        ready = self._ready(BUILDERS[name], (*tensors, *own), async_op, options)
+        """Check, bind and issue an operation. If calls can repeat it, its bound form is cached by `key`."""
+        ready = self._ready(calls.BUILDERS[name], (*tensors, *own), async_op, options)
         if key is not None and isinstance(ready, Prepared):
             run = repeated(ready, tensors, async_op)
             if run is not None:
@@ -453,13 +355,13 @@ class Operations(ABC):
         return ready.start() if async_op else ready.run()
 
     def _issue(
-        self, build: Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
+        self, build: calls.Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
     ) -> Work | None:
         ready = self._ready(build, arguments, async_op, options)
         return ready.start() if async_op else ready.run()
 
     def _ready(
-        self, build: Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
+        self, build: calls.Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
     ) -> Prepared | PreparedArrays:
         """Check and bind an operation; device arrays of other libraries get a stream of their own."""
         try:
@@ -480,8 +382,8 @@ class Operations(ABC):
         return None
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor that a bound operation depends on; `is_cpu` is cheap."""
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    """Properties of a tensor that a bound operation depends on; `device` takes longer than `is_cpu`."""
     return (
         tensor.dtype, tensor.shape, tensor.is_cpu or tensor.device, tensor.is_contiguous(),
         tensor.requires_grad, tensor.is_neg(),

@@ -34,32 +34,11 @@ from torch._C._distributed_c10d import (
 )
 
 __all__ = [
-    "TORCH",
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "FileStore",
-    "GatherOptions",
-    "HashStore",
-    "PrefixStore",
-    "ProcessGroup",
-    "ProcessGroupGloo",
-    "ReduceOp",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "Store",
-    "TCPStore",
-    "Work",
-    "WrappedStore",
-    "gloo_group",
-    "keys_of",
-    "look",
-    "on_socket",
-    "put",
-]
+    "TORCH", "AllToAllOptions", "AllgatherOptions", "AllreduceOptions", "BarrierOptions", "BroadcastOptions",
+    "FileStore", "GatherOptions", "HashStore", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "ReduceOp",
+    "ReduceOptions", "ReduceScatterOptions", "ScatterOptions", "Store", "TCPStore", "Work", "WrappedStore",
+    "gloo_group", "keys_of", "look", "on_socket", "put",
+]  # fmt: skip
 
 TORCH: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Torch's version, for differences that no name reveals."""

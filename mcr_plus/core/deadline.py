@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import timedelta
 from numbers import Real
-from time import monotonic
+from time import monotonic, sleep
+from typing import TypeVar
 
 from mcr_plus.errors import InvalidArgument, short
+
+T = TypeVar("T")
 
 
 def check_timeout(timeout: object) -> None:
@@ -42,3 +46,13 @@ class Deadline:
     def passed(self) -> bool:
         """Return whether the time is up."""
         return monotonic() >= self._at
+
+
+def until(check: Callable[[], T], deadline: Deadline, nap: float) -> T:
+    """Call `check` every `nap` seconds until it returns a true value or the deadline passes.
+
+    Returns its last value.
+    """
+    while not (found := check()) and not deadline.passed():
+        sleep(nap)
+    return found

@@ -211,6 +211,14 @@ MESSAGES: Final = ("send", "recv")
 """Kinds of point-to-point operations."""
 
 
+SCALAR_TYPES: Final = {
+    "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long",
+    "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
+    "complex64": "ComplexFloat", "complex128": "ComplexDouble",
+}  # fmt: skip
+"""Names of dtypes in torch's C++."""
+
+
 @cache  # recording asks for every operation
 def dtype_name(dtype: torch.dtype | None) -> str:
     """Return `float32` for `torch.float32`; `none` for operations without data."""

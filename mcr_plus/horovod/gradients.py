@@ -16,6 +16,7 @@ from torch.autograd import Function
 from mcr_plus.errors import Unsupported
 from mcr_plus.horovod import starting
 from mcr_plus.horovod.compression import Compression
+from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum
 from mcr_plus.horovod.world import ProcessSet, negotiator_of
 
@@ -39,6 +40,10 @@ class Reduction:
             )
 
 
+_How = tuple[Callable[..., Handle], Reduction, ProcessSet, bool]
+"""What starts a reduction, its options, and if it is of many tensors."""
+
+
 def _applied(function: type[Function], *arguments: object) -> Any:
     apply: Callable[..., Any] = function.apply
     return apply(*arguments)
@@ -60,43 +65,42 @@ def reduced(
     tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, *, many: bool
 ) -> list[torch.Tensor]:
     """See `mcr_plus.horovod.allreduce`."""
-    if not _needed(tensors):
-        return _reduce(tensors, name, reduction, process_set, many)
-    given_name = _named(name, "allreduce", process_set)
-    return list(_applied(_Reduce, given_name, reduction, process_set, many, *tensors))
+    how = starting.reduce_async, reduction, process_set, many
+    return _reducing(_Reduce, "allreduce", tensors, name, how)
 
 
-def _reduce(
-    tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, many: bool
+def _reducing(
+    function: type[Function], kind: str, tensors: Tensors, name: str | None, how: _How
 ) -> list[torch.Tensor]:
-    handle = starting.reduce_async(
-        tensors,
-        name,
-        reduction.op,
-        reduction.before,
-        reduction.after,
-        process_set,
-        compression=reduction.compression,
-        many=many,
-    )
+    if not _needed(tensors):
+        return _reduce(tensors, name, how)
+    return list(_applied(function, _named(name, kind, how[2]), how, *tensors))
+
+
+def _reduce(tensors: Tensors, name: str | None, how: _How) -> list[torch.Tensor]:
+    start, reduction, process_set, many = how
+    handle = start(
+        tensors, name, reduction.op, reduction.before, reduction.after, process_set,
+        compression=reduction.compression, many=many,
+    )  # fmt: skip
     outputs = starting.synchronize(handle)
     return outputs if many else [outputs]
 
 
-class _Reduce(Function):
+class _Reducing(Function):
     @staticmethod
-    def forward(
-        ctx: Any, name: str, reduction: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.call = name, reduction, process_set, many
-        return tuple(_reduce(tensors, name, reduction, process_set, many))
+    def forward(ctx: Any, name: str, how: _How, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = name, *how[1:]
+        return tuple(_reduce(tensors, name, how))
 
+
+class _Reduce(_Reducing):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         name, reduction, process_set, many = ctx.call
         reduction.check_linear()
         back = reduced(list(grads), f"{name}.grad", reduction, process_set, many=many)
-        return None, None, None, None, *back
+        return None, None, *back
 
 
 # -- allgather ------------------------------------------------------------------------------------------
@@ -222,37 +226,11 @@ def scattered(
     tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, *, many: bool
 ) -> list[torch.Tensor]:
     """See `mcr_plus.horovod.reducescatter`."""
-    if not _needed(tensors):
-        return _scatter(tensors, name, reduction, process_set, many)
-    given_name = _named(name, "reducescatter", process_set)
-    return list(_applied(_Scatter, given_name, reduction, process_set, many, *tensors))
+    how = starting.scatter_async, reduction, process_set, many
+    return _reducing(_Scatter, "reducescatter", tensors, name, how)
 
 
-def _scatter(
-    tensors: Tensors, name: str | None, reduction: Reduction, process_set: ProcessSet, many: bool
-) -> list[torch.Tensor]:
-    handle = starting.scatter_async(
-        tensors,
-        name,
-        reduction.op,
-        reduction.before,
-        reduction.after,
-        process_set,
-        compression=reduction.compression,
-        many=many,
-    )
-    outputs = starting.synchronize(handle)
-    return outputs if many else [outputs]
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, reduction: Reduction, process_set: ProcessSet, many: bool, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.call = name, reduction, process_set, many
-        return tuple(_scatter(tensors, name, reduction, process_set, many))
-
+class _Scatter(_Reducing):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         name, reduction, process_set, many = ctx.call
@@ -261,4 +239,4 @@ class _Scatter(Function):
         factor = reduction.before * reduction.after * (ranks if reduction.op == Sum else 1)
         scaled = [grad if factor == 1.0 else grad * factor for grad in grads]
         back = gathered(scaled, f"{name}.grad", process_set, many=many)
-        return None, None, None, None, *back
+        return None, None, *back

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.c10d import put
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
@@ -97,6 +97,4 @@ def abort_barrier(world: World, peers: Peers) -> None:
 
 def linger_for(peers: Peers, ranks: Collection[int]) -> None:
     """Wait a moment until the processes of `ranks` have ended, if they are visible here."""
-    deadline = Deadline(_LINGER)
-    while any(peers.status(rank) == "running" for rank in ranks) and not deadline.passed():
-        time.sleep(_LONGEST_NAP)
+    until(lambda: all(peers.status(rank) != "running" for rank in ranks), Deadline(_LINGER), _LONGEST_NAP)

@@ -8,7 +8,6 @@ import operator
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +20,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.config.schema import Config
 from mcr_plus.core.c10d import HashStore, Store
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import (
     LaunchEnvironment,
     host_name,
@@ -356,11 +355,9 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
     except PeerLost as error:
         loss = error
     except LaunchError as error:
-        shows = Deadline(_LOSS_SHOWS)  # for the loss of the rank that served the store
-        while (found := lost()) is None:
-            if shows.passed():
-                return error
-            time.sleep(_NAP)
+        found = until(lost, Deadline(_LOSS_SHOWS), _NAP)  # for the loss of the rank that served the store
+        if found is None:
+            return error
         loss = found
     else:
         return None

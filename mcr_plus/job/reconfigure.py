@@ -23,7 +23,7 @@ import torch
 
 from mcr_plus.config.reader import fingerprint
 from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, look
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import (
     agent_has_store,
     host_name,
@@ -200,20 +200,12 @@ def _begin(runtime: Runtime, watch: EpochWatch) -> Runtime:
         return begin_epoch(runtime, watch)
     except McrError as error:
         # A library may raise an error of its own before the death that caused it shows.
-        loss = _soon(watch)
+        loss = until(watch.error, Deadline(_LOSS_SHOWS), _NAP)
         with contextlib.suppress(RuntimeError):  # tells ranks that do not see the loss
             watch.roster.root.set(f"{watch.roster.place}/leaving", "")
         if loss is None or isinstance(error, PeerLost):
             raise
         raise loss from error
-
-
-def _soon(watch: EpochWatch) -> PeerLost | None:
-    """Return the loss that shows within a short time, if any."""
-    deadline = Deadline(_LOSS_SHOWS)
-    while (loss := watch.error()) is None and not deadline.passed():
-        time.sleep(_NAP)
-    return loss
 
 
 def _meet(first: ProcessHandle, uuid: str, timeout: float) -> Store:

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.launch import scratch
 from mcr_plus.launch.channels import signal_name
@@ -219,9 +219,7 @@ class Supervisor:
         """End processes: by SIGTERM, which they may handle, and then by SIGKILL."""
         for process in running:
             process.terminate()
-        deadline = Deadline(_TERMINATE_S)
-        while any(process.poll() is None for process in running) and not deadline.passed():
-            time.sleep(_POLL_S)
+        until(lambda: None not in [each.poll() for each in running], Deadline(_TERMINATE_S), _POLL_S)
         for process in running:
             process.kill()
 

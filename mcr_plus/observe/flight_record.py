@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.core.kinds import ROOTED, VECTOR, collective, dtype_name, plain_kind
+from mcr_plus.core.kinds import ROOTED, SCALAR_TYPES, VECTOR, collective, dtype_name, plain_kind
 from mcr_plus.core.stacks import Frame
 
 if TYPE_CHECKING:
@@ -35,20 +35,6 @@ _NAMES: Final = {
     **{vector: plain_kind(vector) for vector in VECTOR & ROOTED},
 }
 """Torch's names of kinds, where they differ from ours."""
-_DTYPES: Final = {
-    "float64": "Double",
-    "float32": "Float",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "int64": "Long",
-    "int32": "Int",
-    "int16": "Short",
-    "int8": "Char",
-    "uint8": "Byte",
-    "bool": "Bool",
-    "complex64": "ComplexFloat",
-    "complex128": "ComplexDouble",
-}
 
 
 def flight_record(snapshot: Snapshot, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +140,7 @@ def _record(
 ) -> dict[str, Any]:
     signature = entry.signature
     dtype = dtype_name(signature.dtype)
-    dtypes = [] if signature.dtype is None else [_DTYPES.get(dtype, dtype)]
+    dtypes = [] if signature.dtype is None else [SCALAR_TYPES.get(dtype, dtype)]
     return {
         "record_id": 0,
         "pg_id": number,

@@ -44,16 +44,9 @@ from mcr_plus.layout.regions import Boxes, Ints, as_ints
 from mcr_plus.layout.stencil import Range, StencilPart, Strip, Window, box_of, of_boxes, part_of
 
 __all__ = [
-    "AvgPool2d",
-    "AvgPool3d",
-    "Conv2d",
-    "Conv3d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "global_mean",
-    "local_part",
+    "AvgPool2d", "AvgPool3d", "Conv2d", "Conv3d", "MaxPool2d", "MaxPool3d", "global_mean", "local_part",
     "sum_gradients",
-]
+]  # fmt: skip
 
 _FRONT: Final = 2  # N and C
 
@@ -265,7 +258,16 @@ class _Layer(nn.Module):
 class _Conv(_Layer):
     """Convolution layer like torch's; `layout` is the layout of its input's spatial dimensions."""
 
-    def _spread(self, layout: Layout, group: Communicator | None, tag: str | None, overlap: bool) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        layout: Layout,
+        group: Communicator | None = None,
+        tag: str | None = None,
+        overlap: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)  # of torch's layer
         conv = cast("nn.Conv3d", self)
         _check(layout, len(conv.kernel_size), type(self).__name__)
         if conv.padding_mode not in ("zeros", "circular"):
@@ -359,18 +361,6 @@ class Conv3d(_Conv, nn.Conv3d):
         ```
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        layout: Layout,
-        group: Communicator | None = None,
-        tag: str | None = None,
-        overlap: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        nn.Conv3d.__init__(self, *args, **kwargs)
-        self._spread(layout, group, tag, overlap)
-
 
 class Conv2d(_Conv, nn.Conv2d):
     """`torch.nn.Conv2d` for images whose height and width are sharded over ranks.
@@ -386,18 +376,6 @@ class Conv2d(_Conv, nn.Conv2d):
         assert y.shape == (1, 5, *conv.out_layout.local_shape(mcr.get_rank()))
         ```
     """
-
-    def __init__(
-        self,
-        *args: Any,
-        layout: Layout,
-        group: Communicator | None = None,
-        tag: str | None = None,
-        overlap: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        nn.Conv2d.__init__(self, *args, **kwargs)
-        self._spread(layout, group, tag, overlap)
 
 
 # -- pooling --------------------------------------------------------------------------------------

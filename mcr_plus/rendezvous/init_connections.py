@@ -25,10 +25,10 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import LOOPBACK, job_secret, on_one_host
 from mcr_plus.core.proc import read_stat
 from mcr_plus.errors import LaunchError
@@ -331,17 +331,12 @@ def _text_of(error: OSError) -> str:
     return DIED if isinstance(error, ConnectionError) else f"its host does not answer ({error.strerror})"
 
 
-def _wait_for_arrival(links: Iterable[socket.socket]) -> None:
+def _wait_for_arrival(links: Collection[socket.socket]) -> None:
     """Wait until the other ends have received all data, which a close may discard.
 
     The kernel resets a connection that is closed with unread data.
     """
-    deadline, waiting = Deadline(_ARRIVES_WITHIN), list(links)
-    while True:
-        waiting = [link for link in waiting if _unacknowledged(link)]
-        if not waiting or deadline.passed():
-            return
-        time.sleep(_NAP)
+    until(lambda: not any(map(_unacknowledged, links)), Deadline(_ARRIVES_WITHIN), _NAP)
 
 
 def _unacknowledged(link: socket.socket) -> int:

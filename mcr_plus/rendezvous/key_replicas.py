@@ -18,7 +18,6 @@ import secrets
 import select
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed import DistError
 
 from mcr_plus.core.c10d import Store
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.core.proc import read_stat
 from mcr_plus.errors import LaunchError
@@ -202,22 +201,19 @@ class ReplicatedKeys(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a value; return the one of the last keeper that has a value."""
-        deadline = Deadline(self._timeout)
-        while True:
-            found = [value for value in self._answers(GET, key) if value is not None]
-            if found:
-                return found[-1]
-            if deadline.passed():
-                raise DistError(f"wait timeout, key: {key}")
-            time.sleep(_NAP)
+
+        def found() -> list[bytes]:
+            return [value for value in self._answers(GET, key) if value is not None]
+
+        if not (values := until(found, Deadline(self._timeout), _NAP)):
+            raise DistError(f"wait timeout, key: {key}")
+        return values[-1]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all of these keys have a value."""
-        deadline = Deadline(self._timeout if timeout is None else timeout.total_seconds())
-        while not self.check(keys):
-            if deadline.passed():
-                raise DistError(f"wait timeout, keys: {', '.join(keys[:3])}")
-            time.sleep(_NAP)
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        if not until(lambda: self.check(keys), deadline, _NAP):
+            raise DistError(f"wait timeout, keys: {', '.join(keys[:3])}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of `get` and `wait`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from torch.distributed import DistError
 
 from mcr_plus.core.c10d import Store, WrappedStore, look, put
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.errors import McrError
 
 if TYPE_CHECKING:
@@ -82,11 +82,9 @@ class WatchedStore(WrappedStore):
         except McrError:  # an error stored as a value
             raise
         except RuntimeError:
-            shows = Deadline(_LOSS_SHOWS)
-            while (error := self._lost()) is None:
-                if shows.passed():
-                    raise
-                time.sleep(_LONGEST_NAP)
+            error = until(self._lost, Deadline(_LOSS_SHOWS), _LONGEST_NAP)
+            if error is None:
+                raise
             raise error from None
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
-from mcr_plus.core.kinds import COLLECTIVES, collective
+from mcr_plus.core.kinds import COLLECTIVES, SCALAR_TYPES, collective, dtype_name
 from mcr_plus.torch_backend.arguments import NAME
 
 if TYPE_CHECKING:
@@ -31,20 +31,6 @@ _NCCL_NAMES: Final = {
     "all_to_all_single": "all_to_all",
 }
 """Names of operations in torch's NCCL that differ from ours."""
-_SCALAR_TYPES: Final = {
-    torch.float64: "Double",
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.int64: "Long",
-    torch.int32: "Int",
-    torch.int16: "Short",
-    torch.int8: "Char",
-    torch.uint8: "Byte",
-    torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-}
 _KINDS: Final = {
     **{name: row.kind for row in COLLECTIVES.values() for name in (row.kind, row.torch) if name},
     "all_reduce_coalesced": "all_reduce",
@@ -77,7 +63,7 @@ def arguments(
         "In msg nelems": sent,
         "Out msg nelems": received,
         "Group size": len(ranks),
-        "dtype": _SCALAR_TYPES.get(tensors[0].dtype, "Byte") if tensors else "Byte",
+        "dtype": SCALAR_TYPES.get(dtype_name(tensors[0].dtype), "Byte") if tensors else "Byte",
         "In split size": "[]",
         "Out split size": "[]",
         "Process Group Ranks": f"[{shown}]",

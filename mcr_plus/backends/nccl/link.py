@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.streams import Event, Streams
 from mcr_plus.core.threads import Background
 from mcr_plus.errors import CommTimeout, McrError, Unsupported
@@ -297,8 +297,7 @@ class NcclLink:
         if closing is None:
             self.abort()
             return
-        while not closing.done and not deadline.passed():
-            time.sleep(_NAP)
+        until(lambda: closing.done, deadline, _NAP)
         self.comm = 0
         if not closing.done:  # an abort would free memory that NCCL is closing
             raise NcclError(f"the {self.name} was not closed within {self.timeout:g} s", 0)
@@ -333,10 +332,7 @@ class NcclLink:
 
 def _has_ended(call: Background[int]) -> bool:
     """Wait a moment for an NCCL call; return whether it has ended."""
-    deadline = Deadline(_ABORT_WAITS)
-    while not (call.done or deadline.passed()):
-        time.sleep(_NAP)
-    return call.done
+    return until(lambda: call.done, Deadline(_ABORT_WAITS), _NAP)
 
 
 class EventPoll:
@@ -413,16 +409,15 @@ class EventPoll:
 
     def _wait_until_ready(self) -> None:
         link = self._link
-        deadline = Deadline(link.timeout)
-        while True:
+
+        def is_ready() -> bool:
             link.drive()
-            if self() or self.ready:
-                return
-            if deadline.passed():
-                raise CommTimeout(
-                    f"backend nccl: an operation on the {link.name} has waited {link.timeout:g} s for a peer"
-                )
-            time.sleep(_NAP)
+            return self() or self.ready
+
+        if not until(is_ready, Deadline(link.timeout), _NAP):
+            raise CommTimeout(
+                f"backend nccl: an operation on the {link.name} has waited {link.timeout:g} s for a peer"
+            )
 
     def chain(self, function: Callable[[], None]) -> None:
         """Run `function` under the link's stream, at once or as soon as the operation is launched.

@@ -3,11 +3,12 @@
     python benchmarks/bench_compile.py --rate 1gbit --rounds 5
 
 Two network namespaces joined by a link of that rate, one rank on each, train the transformer of examples/gpt
-on random bytes, compiled by Inductor into a fresh cache. Three models are trained in one job, in turns of
+on random bytes, compiled by Inductor into a fresh cache. Four models are trained in one job, in turns of
 some steps, every round in another order:
 
     cuts and buckets    mcr.compile(cuts="auto") and mcr.wrap under `fuse: {plan: auto}`, after the trial
-    whole graph         mcr.compile(cuts="none") and mcr.wrap, likewise: the trial is of its buckets alone
+    all cuts            mcr.compile(cuts="blocks") and mcr.wrap, likewise: the trial is of its buckets alone
+    whole graph         mcr.compile(cuts="none") and mcr.wrap, likewise
     DDPOptimizer        torch's DDP over gloo, compiled: torch cuts the graph at its buckets
 
 A time is the median step of the slower rank. The report goes to
@@ -27,7 +28,7 @@ import harness
 import torch
 import torch.distributed as dist
 import typer
-from harness import HARDWARE, ROOT, Dated, Hardware, Rate, Rounds
+from harness import HARDWARE, ROOT, Dated, Hardware, Rounds
 from torch.nn.parallel import DistributedDataParallel
 from two_hosts import TwoHosts, need_two_hosts
 
@@ -37,7 +38,8 @@ sys.path.insert(0, str(ROOT / "examples" / "common"))
 from corpus import VOCABULARY
 from transformer import LanguageModel, Shape
 
-OURS, WHOLE, TORCH = "cuts and buckets", "whole graph", "DDPOptimizer"
+OURS, BLOCKS, WHOLE, TORCH = "cuts and buckets", "all cuts", "whole graph", "DDPOptimizer"
+CUTS: Final = {OURS: "auto", BLOCKS: "blocks", WHOLE: "none"}
 TRIAL: Final = 38  # steps, until cuts and buckets are chosen
 STEPS: Final = 6  # of a turn
 
@@ -54,7 +56,7 @@ class Training:
         if name == TORCH:
             self.model = torch.compile(DistributedDataParallel(model))
         else:
-            mcr.compile(model, cuts="auto" if name == OURS else "none")
+            mcr.compile(model, cuts=CUTS[name])
             mcr.wrap(model, self.optimizer)
 
     def turn(self, steps: int) -> float:
@@ -86,7 +88,8 @@ def trained(batch: int, rounds: int) -> dict[str, Any] | None:
         ours = Training(comm, OURS, batch)
         ours.turn(TRIAL)
         report = mcr.plan_report()
-        candidates = {OURS: ours, **{name: Training(comm, name, batch) for name in (WHOLE, TORCH)}}
+        candidates = {OURS: ours, **{name: Training(comm, name, batch) for name in (BLOCKS, WHOLE, TORCH)}}
+        candidates[BLOCKS].turn(TRIAL)
         candidates[WHOLE].turn(TRIAL)
         candidates[TORCH].turn(STEPS)
         times = harness.in_turns(candidates, rounds, lambda each: each.turn(STEPS))
@@ -96,18 +99,33 @@ def trained(batch: int, rounds: int) -> dict[str, Any] | None:
 
 @harness.program
 def main(
-    rate: Rate = "1gbit",
+    rates: Annotated[list[str] | None, typer.Option("--rate", help="Of the link; 1gbit without.")] = None,
     rounds: Rounds = 5,
     batch: Annotated[int, typer.Option(min=1, help="Windows of a rank.")] = 4,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
 ) -> None:
     need_two_hosts()
-    with TwoHosts(rate) as hosts, tempfile.TemporaryDirectory() as cache:
+    parts = []
+    with tempfile.TemporaryDirectory() as cache:
         # A compilation that was ended leaves broken files, so that every run has a cache of its own.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        found = harness.on_ranks(harness.on_both(hosts), trained, batch, rounds)
-    times, report = found["times"], found["report"]
+        for rate in rates or ["1gbit"]:
+            with TwoHosts(rate) as hosts:
+                found = harness.on_ranks(harness.on_both(hosts), trained, batch, rounds)
+            parts += described(rate, batch, found["times"], found["report"])
+    text = harness.page(
+        "Where a compiled graph is cut",
+        harness.command(),
+        "a time is the median step of the slower rank, in turns; ratios are the median of those of a round; "
+        f"load average {os.getloadavg()[1]:.0f}",
+        *parts,
+    )
+    harness.write(text, output, f"compile_{hardware}-two-hosts")
+
+
+def described(rate: str, batch: int, times: dict[str, list[float]], report: dict[str, Any]) -> list[str]:
+    """The parts of the report about one link."""
     rows = [
         [
             name,
@@ -118,20 +136,16 @@ def main(
         for name, each in times.items()
     ]
     tried = [[name, f"{ms:.0f}"] for name, ms in report["tried_ms"].items()]
-    text = harness.page(
-        "Where a compiled graph is cut",
-        harness.command(),
-        "a time is the median step of the slower rank, in turns; ratios are of one round, the median of them",
+    return [
         f"### A compiled step of examples/gpt over a link of {rate}, two hosts, {batch} windows per rank",
         harness.markdown(["way", "ms", "range over rounds", "cuts and buckets / this"], rows),
-        "### The trial",
+        "The trial:",
         harness.markdown(["what", "ms"], tried),
         f"Chosen: {report['chosen']}, {len(report['cuts'])} cuts of {report['cuts_known']} and "
         f"{len(report['buckets'])} buckets; foretold {report['foretold_ms']:.0f} ms, bound "
         f"{report['bound_ms']:.0f}, computing {report['compute_ms']:.0f}; a cut costs "
         f"{report['cut_ms']:.1f} ms.",
-    )
-    harness.write(text, output, f"compile_{hardware}-two-hosts")
+    ]
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
     python benchmarks/bench_verify.py --flips 1000 --rounds 5
     python benchmarks/bench_verify.py --flips 0 --rounds 3 --libraries gloo --sizes 64MiB --rate 1gbit
+    python benchmarks/bench_verify.py --flips 0 --ways "no kernels" --ways steps --sizes 8 --sizes 64KiB
 
 *Flips*: three ranks run random operations of all kinds, dtypes and sizes, handed to the library below the
 engine; in most of them a bit flips on a random rank, in what is sent or in what has arrived. One is found if
 all ranks raise `DataCorrupted` with the same operation, ranks, library and block.
 *Cost*: calls without verification and with every one verified (`--ways` adds one in ten), in turns, two
 ranks; the least time of each, as other processes only ever add to it (up to 1 ms a mean of 10 calls; of one
-in ten, always). A call is measured for `--seconds` in each turn, and at least twice: with all libraries
+in ten, always), and the least of the turns' medians. Further ways turn fast paths off, for the costs alone:
+`no kernels` those of shared memory that take checksums while they move data, `steps` these and the checksums
+that messages carry. `--busy` adds processes that compute.
+A call is measured for `--seconds` in each turn, and at least twice: with all libraries
 and sizes a round takes about half a minute here, and one between hosts a minute; beside other work, up to
 four times as long. Before that, the time of checksums of memory, and the work of two ranks in one thread:
 without waits, and in processor time, so that other processes disturb it by their use of memory alone.
@@ -19,15 +23,17 @@ link of that rate. The report goes to benchmarks/results/verify_<hardware>_<yyyy
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from statistics import median
 from typing import Annotated, Any, Final
+from unittest.mock import patch
 
 import harness
 import torch
@@ -37,8 +43,11 @@ from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Start
+from mcr_plus.backends.gloo.channel import GlooChannel
+from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.shm import collectives_kernels as plain
 from mcr_plus.backends.shm import p2p_kernels
+from mcr_plus.backends.shm.backend import SharedMemoryChannel
 from mcr_plus.backends.shm.collectives import DirectCollectives
 from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.reduce_kernels import kernels_for
@@ -56,7 +65,17 @@ from jobs.reliability import verify_jobs
 
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
 SIZES: Final = ("8", "1MiB", "64MiB")
-OPTIONS: Final[dict[str, str | int]] = {"off": "off", "every": "every", "one in 10": 10}
+KERNELS: Final = ((checked.Checking, "bind"),)
+FAST: Final = (
+    *KERNELS,
+    *((channel, "bind_checked") for channel in (SharedMemoryChannel, GlooChannel, MpiChannel)),
+)
+KINDS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "send")
+OPTIONS: Final[dict[str, str | int]] = {
+    "off": "off", "every": "every", "one in 10": 10, "no kernels": "every", "steps": "every",
+}  # fmt: skip
+WITHOUT: Final = {"no kernels": KERNELS, "steps": FAST}
+"""Methods that return None in a way, so that operations are bound as if the fast path did not exist."""
 MOST: Final = 1000  # samples of a call in a turn
 LONGEST: Final = 4  # times as long as wanted is how long a call is measured beside other work
 
@@ -182,7 +201,7 @@ def _messages(nbytes: int, samples: int, repeats: int = 1) -> list[list[float]]:
     return times
 
 
-def between_hosts(library: str, rate: str, *options: object) -> dict[str, list[dict[str, float]]]:
+def between_hosts(library: str, rate: str, *options: object) -> dict[str, list[dict[str, list[float]]]]:
     """`costs` of two ranks on hosts of their own."""
     words = [sys.executable, str(ROOT / "benchmarks" / "bench_verify.py"), "--as-rank"]
     words += [json.dumps([library, *options])]
@@ -193,25 +212,56 @@ def between_hosts(library: str, rate: str, *options: object) -> dict[str, list[d
             ranks = list(hosts.start(words, stdout=subprocess.PIPE, text=True))
             out = "".join(rank.communicate()[0] for rank in ranks)
     (line,) = (each for each in out.splitlines() if each.startswith("{"))
-    found: dict[str, list[dict[str, float]]] = json.loads(line)
+    found: dict[str, list[dict[str, list[float]]]] = json.loads(line)
     return found
 
 
-def compared(library: str, turns: dict[str, list[dict[str, float]]]) -> list[list[str]]:
-    """Rows of a table of costs: the least of all turns."""
+def compared(library: str, turns: dict[str, list[dict[str, list[float]]]], figure: int) -> list[list[str]]:
+    """Rows of a table of costs: the least of all turns, of the least calls (figure 0) or of medians (1)."""
     rows = []
     for name in turns["off"][0]:
-        least = {way: min(turn[name] for turn in turns[way]) for way in turns}
+        least = {way: min(turn[name][figure] for turn in turns[way]) for way in turns}
         off, every = least["off"], least["every"]
         times = [f"{least[way]:.1f}" for way in OPTIONS if way in turns]
-        rows.append([library, name, *times, f"{every - off:+.1f}", f"{every / off:.3f}"])
+        slower = [f"{least[way] / every:.2f}" for way in WITHOUT if way in turns]
+        rows.append([library, name, *times, f"{every - off:+.1f}", f"{every / off:.3f}", *slower])
     return rows
 
 
+@contextmanager
+def slow(way: str) -> Iterator[None]:
+    """Turn the fast paths off that a way is without."""
+    with ExitStack() as stack:
+        for owner, method in WITHOUT.get(way, ()):
+            stack.enter_context(patch.object(owner, method, return_value=None))
+        yield
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Let so many other processes compute."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def costs(
-    backend: str, rounds: int, ways: Sequence[str], sizes: Sequence[int], seconds: float, wait: str
+    backend: str,
+    rounds: int,
+    ways: Sequence[str],
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    seconds: float,
+    wait: str,
 ) -> dict[str, Any] | None:
-    """Microseconds of calls, by round, with these of `OPTIONS`, measured for so many seconds in a turn."""
+    """Microseconds of calls (the least, the median), by round, with these of `OPTIONS`.
+
+    A call is measured for so many seconds in a turn.
+    """
     torch.set_num_threads(1)
 
     def largest(comm: mcr.Communicator, value: float) -> float:
@@ -219,24 +269,23 @@ def costs(
         comm.all_reduce(tensor, mcr.MAX)
         return float(tensor)
 
-    def least(comm: mcr.Communicator, call: harness.Call, verify: str | int) -> float:
+    def measured(comm: mcr.Communicator, call: harness.Call, verify: str | int) -> list[float]:
         harness.seconds(call, 2)
         once = largest(comm, min(harness.seconds(call) for _ in range(3)))  # the same on all ranks
         repeats = 10 if once < 1e-3 else verify if isinstance(verify, int) else 1
-        best, began, samples = math.inf, time.perf_counter(), 0
+        began, samples = time.perf_counter(), list[float]()
         # Beside other work a mean is undisturbed rarely: as many samples as if it never were, within bounds.
-        while samples < max(2, min(MOST, seconds / (repeats * once))):
-            for _ in range(chunk := 1 if once > 1e-2 else 20):
+        while len(samples) < max(2, min(MOST, seconds / (repeats * once))):
+            for _ in range(1 if once > 1e-2 else 20):
                 comm.barrier()
-                best = min(best, harness.seconds(call, repeats))
-            samples += chunk
-            if largest(comm, time.perf_counter() - began) > LONGEST * seconds and samples > 1:
+                samples.append(harness.seconds(call, repeats))
+            if largest(comm, time.perf_counter() - began) > LONGEST * seconds and len(samples) > 1:
                 break
-        return largest(comm, 1e6 * best)
+        return [largest(comm, 1e6 * figure) for figure in (min(samples), median(samples))]
 
-    def calls(verify: str | int) -> dict[str, float]:
-        found = {}
-        with mcr.init(verify_jobs.config(backend, verify=verify, wait=wait)) as comm:
+    def calls(way: str) -> dict[str, list[float]]:
+        found, verify = {}, OPTIONS[way]
+        with slow(way), mcr.init(verify_jobs.config(backend, verify=verify, wait=wait)) as comm:
             peer = 1 - comm.rank
             for nbytes in sizes:
                 tensor, part = torch.zeros(nbytes // 4), torch.zeros(max(1, nbytes // 8))
@@ -251,12 +300,14 @@ def costs(
                     ("all_gather", partial(comm.all_gather_into_tensor, gathered, part)),
                     ("reduce_scatter", partial(comm.reduce_scatter_tensor, part, gathered)),
                     ("all_to_all", partial(comm.all_to_all_single, parts, gathered)),
+                    ("reduce", partial(comm.reduce, tensor, 0)),
                     ("send", message),
                 ):
-                    found[f"{name} {nbytes}"] = least(comm, call, verify)
+                    if name in kinds:
+                        found[f"{name} {nbytes}"] = measured(comm, call, verify)
         return found
 
-    turns = harness.in_turns({name: OPTIONS[name] for name in ways}, rounds, calls)
+    turns = harness.in_turns({name: name for name in ways}, rounds, calls)
     is_first = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0"
     return turns if is_first else None
 
@@ -272,11 +323,13 @@ def main(
     sizes: Annotated[
         list[str] | None, typer.Option(help=f"Of the costs; {', '.join(SIZES)} without.")
     ] = None,
+    kinds: Annotated[list[str] | None, typer.Option(help=f"Among: {', '.join(KINDS)}.")] = None,
     ways: Annotated[list[str] | None, typer.Option(help=f"Further ones among: {', '.join(OPTIONS)}.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="For which a call is measured in a turn.")] = 0.3,
     wait: Annotated[
         str, typer.Option(help="Of dispatch; spin: small calls as without other work, if it is there.")
     ] = "auto",
+    others: Annotated[int, typer.Option("--busy", min=0, help="Processes that compute meanwhile.")] = 0,
     as_rank: Annotated[
         str | None, typer.Option(help="Be a rank of the costs of a library.", hidden=True)
     ] = None,
@@ -289,7 +342,8 @@ def main(
         return
     libraries = harness.chosen(libraries or LIBRARIES, LIBRARIES, "library")
     ways = harness.chosen(dict.fromkeys(["off", "every", *(ways or ())]), OPTIONS, "way")
-    options = rounds, ways, [parse_size(size) for size in sizes or SIZES], seconds, wait
+    kinds = harness.chosen(kinds or KINDS, KINDS, "kind")
+    options = rounds, ways, [parse_size(size) for size in sizes or SIZES], kinds, seconds, wait
     if rate is not None:
         need_two_hosts()
         libraries = [library for library in libraries if library != "msccl"]  # of one host
@@ -301,28 +355,32 @@ def main(
     if rows:
         head = ["library", "operations", "with a flipped bit", "found, alike on all ranks", "false alarms"]
         parts += ["### Flipped bits, three ranks", harness.markdown(head, rows)]
-    if rounds and rate is None:
+    whole = not any(way in WITHOUT for way in ways)
+    if rounds and rate is None and whole:
         table = harness.markdown(["bytes", "µs", "GB/s"], speeds())
         parts += ["### Checksums of memory, one thread, the least of 30", table]
-    if rounds and rate is None and "msccl" in libraries:
+    if rounds and rate is None and whole and "msccl" in libraries:
         head = ["operation", "off, ms", "every, ms", "every / off"]
         parts += ["### Processor time of two ranks in one thread, shared memory, 64 MiB, the least of 25"]
         parts += [harness.markdown(head, works())]
         head = ["bytes", "off, µs", "every, µs", "every - off"]
         parts += ["### Processor time of a message and its receive in one thread, least of 300 means of 50"]
         parts += [harness.markdown(head, small_messages())]
-    rows = []
+    found_turns = {}
     for library in libraries if rounds else ():
-        if rate is None:
-            turns = harness.on_ranks(harness.here(2), costs, library, *options)
-        else:
-            turns = between_hosts(library, rate, *options)
-        rows += compared(library, turns)
-    if rows:
-        head = ["library", "call (bytes)", *(f"{way}, µs" for way in OPTIONS if way in ways)]
-        where = "two ranks" if rate is None else f"two hosts at {rate}"
-        parts += [f"### Cost, {where}, the least of all turns"]
-        parts += [harness.markdown([*head, "every - off", "every / off"], rows)]
+        with busy(others):
+            if rate is None:
+                found_turns[library] = harness.on_ranks(harness.here(2), costs, library, *options)
+            else:
+                found_turns[library] = between_hosts(library, rate, *options)
+    head = ["library", "call (bytes)", *(f"{way}, µs" for way in OPTIONS if way in ways)]
+    head += ["every - off", "every / off", *(f"{way} / every" for way in WITHOUT if way in ways)]
+    where = ("two ranks" if rate is None else f"two hosts at {rate}") + f", {others} busy processes" * (
+        others > 0
+    )
+    for figure, what in enumerate(("the least call", "the least median")) if found_turns else ():
+        rows = [row for each in found_turns.items() for row in compared(*each, figure)]
+        parts += [f"### Cost, {where}, {what} of all turns", harness.markdown(head, rows)]
     note = f"{rounds} turns; load average {os.getloadavg()[1]:.0f}"
     text = harness.page("Verified payloads", harness.command(), note, *parts)
     harness.write(text, output, f"verify_{hardware}")

@@ -29,7 +29,6 @@ from mcr_plus.reliability.verify.checksum_table import (
 )
 from mcr_plus.reliability.verify.messages import VerifiedMessages
 from mcr_plus.reliability.verify.rows import LibraryRows
-from mcr_plus.reliability.verify.small_ops import SmallOperations
 from mcr_plus.reliability.verify.verified_run import Begins, VerifiedRun, VerifiedRuns
 
 if TYPE_CHECKING:
@@ -94,6 +93,7 @@ class VerifiedPoll(SteppedPoll):
         except Exception:
             raise
         except BaseException as error:  # also an interrupt, which has ended the run: it is not done
+            self._channel.interrupted = self._held
             self._error = BackendError(f"a verified operation was interrupted by {type(error).__name__}")
             self._is_done = True
             raise
@@ -122,11 +122,10 @@ class VerifiedChannel(ChannelWrapper):
         self.takes_ballots = own.takes_ballots
         self.ballots = own.ballots
         self._checking = Checking(steps, group, rows, self._judge)
-        self._brief = SmallOperations(steps, group, rows, self._judge)
         self._courses = VerifiedRuns(steps, group, self._compare, isinstance(rows, LibraryRows))
         self._messages = VerifiedMessages(own, steps, group, every)
         self._queue = deque[VerifiedPoll]()
-        self._interrupted: tuple[object, ...] = ()  # tensors of an operation that a library may still use
+        self.interrupted: tuple[object, ...] = ()  # tensors of an operation that a library may still use
 
     # -- as a Channel -----------------------------------------------------------------------------------
 
@@ -144,8 +143,7 @@ class VerifiedChannel(ChannelWrapper):
             return self._messages.bind(signature)
         if signature.kind == "barrier" or not every:
             return self._own.bind(signature)
-        bound = self._checking.bind(signature) or self._brief.bind(signature)
-        begin, at_once = bound or Begins(self._courses.bind(signature))
+        begin, at_once = self._checking.bind(signature) or Begins(self._courses.bind(signature))
         start = None if every == 1 else self._own.bind(signature)
         queue, lock, calls = self._queue, self._engine.lock, 0
 
@@ -155,7 +153,7 @@ class VerifiedChannel(ChannelWrapper):
                 calls += 1
                 if calls % every:
                     return start(message)
-            if self._interrupted:
+            if self.interrupted:
                 raise BackendError("an earlier verified operation was interrupted while it was started")
             course = None
             if at_once is not None and not queue:
@@ -166,7 +164,7 @@ class VerifiedChannel(ChannelWrapper):
                 except Exception:
                     raise
                 except BaseException:  # an interrupt: the caller does not get the operation
-                    self._interrupted = message.inputs, message.outputs
+                    self.interrupted = message.inputs, message.outputs
                     raise
                 if course is None:
                     return done_at_once

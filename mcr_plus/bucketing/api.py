@@ -83,9 +83,8 @@ def plan_report() -> dict[str, Any] | None:
       distance to the best plan, in the model of the search; `exact`: the plan is optimal in this model.
     - `cuts`, for a model compiled with `cuts="auto"` only: modules at whose ends its graph is cut;
       `cuts_known`: number of possible places. `chosen`: "whole" (uncut, buckets by size), "blocks" (cut at
-      all places, buckets by size) or "searched" (cut at all places, searched buckets); `tried_ms`: time of
-      each. `bound_ms`, `gap` and `exact` are then of the graph cut at all places. `cut_ms`: cost of a cut.
-      Without `fuse: {plan: auto}`, there is no search or prediction, and `measured_ms` is the time of
+      all places, buckets by size) or "searched"; `tried_ms`: time of each. `cut_ms`: cost of a
+      cut. Without `fuse: {plan: auto}`, there is no search or prediction, and `measured_ms` is the time of
       "blocks".
     - `compute_ms`: computation alone. `exposed_ms`: predicted wait after the computation; `exposed_by`: the
       parameter that the program waits for.

@@ -128,6 +128,13 @@ class ChecksumTable:
         """The arguments of `join`."""
         return self._flows
 
+    def cut(self, end: int) -> tuple[int, int, int]:
+        """Return the cut of the last or only piece: its address, parts and blocks; zeros without one."""
+        if end not in self.plan.cuts:
+            return 0, 0, 0
+        cut = self.plan.cuts[end][1]
+        return cut.address, cut.parts, cut.blocks
+
     def take(self, end: int, address: int) -> None:
         """Take the checksums of sent or received data: of the last or only piece, at `address`."""
         self._last[end](address, self._at)

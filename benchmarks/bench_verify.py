@@ -10,8 +10,8 @@ all ranks raise `DataCorrupted` with the same operation, ranks, library and bloc
 *Cost*: calls without verification and with every one verified (`--ways` adds one in ten), in turns, two
 ranks; the least time of each, as other processes only ever add to it (up to 1 ms a mean of 10 calls; of one
 in ten, always), and the least of the turns' medians. Further ways turn fast paths off, for the costs alone:
-`no kernels` those of shared memory that take checksums while they move data, `steps` these and the checksums
-that messages carry. `--busy` adds processes that compute.
+`no kernels` those of shared memory that take checksums while they move data, `steps` these, the compiled
+small operations and the checksums that messages carry. `--busy` adds processes that compute.
 A call is measured for `--seconds` in each turn, and at least twice: with all libraries
 and sizes a round takes about half a minute here, and one between hosts a minute; beside other work, up to
 four times as long. Before that, the time of checksums of memory, and the work of two ranks in one thread:
@@ -59,6 +59,7 @@ from mcr_plus.core.units import parse_size
 from mcr_plus.reliability.verify import checked, checked_kernels
 from mcr_plus.reliability.verify.checksum_table import Blocks, ChecksumTable, row_words
 from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
+from mcr_plus.reliability.verify.small_ops import SmallOperations
 
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 from jobs.reliability import verify_jobs
@@ -68,6 +69,7 @@ SIZES: Final = ("8", "1MiB", "64MiB")
 KERNELS: Final = ((checked.Checking, "bind"),)
 FAST: Final = (
     *KERNELS,
+    (SmallOperations, "bind"),
     *((channel, "bind_checked") for channel in (SharedMemoryChannel, GlooChannel, MpiChannel)),
 )
 KINDS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "send")

@@ -29,6 +29,7 @@ from mcr_plus.reliability.verify.checksum_table import (
 )
 from mcr_plus.reliability.verify.messages import VerifiedMessages
 from mcr_plus.reliability.verify.rows import LibraryRows
+from mcr_plus.reliability.verify.small_ops import SmallOperations
 from mcr_plus.reliability.verify.verified_run import Begins, VerifiedRun, VerifiedRuns
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class VerifiedChannel(ChannelWrapper):
         self.takes_ballots = own.takes_ballots
         self.ballots = own.ballots
         self._checking = Checking(steps, group, rows, self._judge)
+        self._brief = SmallOperations(steps, group, rows, self._judge)
         self._courses = VerifiedRuns(steps, group, self._compare, isinstance(rows, LibraryRows))
         self._messages = VerifiedMessages(own, steps, group, every)
         self._queue = deque[VerifiedPoll]()
@@ -143,7 +145,8 @@ class VerifiedChannel(ChannelWrapper):
             return self._messages.bind(signature)
         if signature.kind == "barrier" or not every:
             return self._own.bind(signature)
-        begin, at_once = self._checking.bind(signature) or Begins(self._courses.bind(signature))
+        bound = self._checking.bind(signature) or self._brief.bind(signature)
+        begin, at_once = bound or Begins(self._courses.bind(signature))
         start = None if every == 1 else self._own.bind(signature)
         queue, lock, calls = self._queue, self._engine.lock, 0
 

@@ -128,6 +128,13 @@ class ChecksumTable:
         """The arguments of `join`."""
         return self._flows
 
+    def cut(self, end: int) -> tuple[int, int, int]:
+        """Of the last or only piece: address of the cut, its parts and blocks; zeros where there is none."""
+        if end not in self.plan.cuts:
+            return 0, 0, 0
+        cut = self.plan.cuts[end][1]
+        return cut.address, cut.parts, cut.blocks
+
     def take(self, end: int, address: int) -> None:
         """Take the checksums of what is sent or got, of the last piece at `address` or of the only one."""
         self._last[end](address, self._at)

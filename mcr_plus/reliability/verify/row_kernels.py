@@ -1,4 +1,4 @@
-"""Compiled functions for rows of checksums in shared memory, and for local reductions of small operations."""
+"""Compiled functions of small operations: their reduction, and rows of checksums in shared memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,34 @@ import numpy as np
 
 from mcr_plus.backends.shm.atomics import load_acquire, pause, store_release
 from mcr_plus.backends.shm.reduce_kernels import reduce_rows
+from mcr_plus.kernels.checksum import checksums, join
 from mcr_plus.kernels.cpu import compiled
 
 MISSING: Final = 0
 AGREE: Final = 1
 DIFFER: Final = 2
+
+# Words of `settle`: addresses and numbers of parts and blocks of three cuts, see `kernels/checksum.py`.
+SENT_CUT: Final = 0
+GOT_CUT: Final = 3
+SUMS_CUT: Final = 6
+CHECKSUMS: Final = 9  # addresses and number of what `join` takes
+FLOWS: Final = 10
+FLOW_COUNT: Final = 11
+ROW: Final = 12
+ROW_WORDS: Final = 13
+COUNTER: Final = 14  # of exchanges in shared memory: addresses of their number and of the first row; or 0
+ROWS: Final = 15
+STRIDE: Final = 16
+RANK: Final = 17
+RANKS: Final = 18
+COMBINE: Final = 19  # addresses of the kernels that reduce what has arrived; or 0
+DIVIDE: Final = 20
+COUNT: Final = 21  # elements of each rank, and bytes of one
+WIDTH: Final = 22
+TRIES: Final = 23
+WORDS: Final = 24
+
 
 _types: Any = numba.types  # partly annotated, which type checkers report here
 
@@ -75,6 +98,45 @@ def gathered(first, stride, ranks, number, tries):  # type: ignore[no-untyped-de
     return compared(first + 8, stride, ranks)
 
 
+@compiled
+def _check(words, cut, address):  # type: ignore[no-untyped-def]
+    at = words + 8 * cut
+    parts, blocks, out = load_acquire(at + 8), load_acquire(at + 16), load_acquire(words + 8 * CHECKSUMS)
+    checksums(address, load_acquire(at), parts, out, np.int64(0), blocks)
+
+
+@compiled
+def check_sent(words, address):  # type: ignore[no-untyped-def]
+    """Take the checksums of what a small operation sends; `words` as of `settle`."""
+    _check(words, np.int64(SENT_CUT), address)
+
+
+@compiled
+def settle(words, got, out):  # type: ignore[no-untyped-def]
+    """What follows the one step of a small operation: checksums of what it has got, sums, and the exchange.
+
+    `words`: address of `WORDS` int64. `got`: address of what has arrived, `out` of the sums. Returns the
+    verdict, or `MISSING` if the rows of others are not there yet, or are exchanged by the library.
+    """
+    ranks = load_acquire(words + 8 * RANKS)
+    _check(words, np.int64(GOT_CUT), got)
+    combine = load_acquire(words + 8 * COMBINE)
+    if combine:
+        divide, count = load_acquire(words + 8 * DIVIDE), load_acquire(words + 8 * COUNT)
+        reduce_rows(combine, divide, got, out, ranks, count, load_acquire(words + 8 * WIDTH))
+    _check(words, np.int64(SUMS_CUT), out)
+    row, flows = load_acquire(words + 8 * ROW), load_acquire(words + 8 * FLOWS)
+    join(flows, load_acquire(words + 8 * FLOW_COUNT), load_acquire(words + 8 * CHECKSUMS), row)
+    counter = load_acquire(words + 8 * COUNTER)
+    if not counter:
+        return np.int64(MISSING)
+    number, stride = claim(counter), load_acquire(words + 8 * STRIDE)
+    first = load_acquire(words + 8 * ROWS) + number % 2 * (stride // 2)
+    place = first + load_acquire(words + 8 * RANK) * stride
+    post(row, load_acquire(words + 8 * ROW_WORDS), place, number)
+    return gathered(first, stride, ranks, number, load_acquire(words + 8 * TRIES))
+
+
 @cache
 def prepare() -> None:
     """Compile the functions, or load them from disk."""
@@ -84,3 +146,5 @@ def prepare() -> None:
     compared.compile((word,) * 3)
     gathered.compile((word,) * 5)
     reduce_rows.compile((word,) * 7)
+    check_sent.compile((word,) * 2)
+    settle.compile((word,) * 3)

@@ -32,6 +32,10 @@ class RowExchange(Protocol):
         """Publish this rank's row of int64, with its sum; the poll is true once all rows are there."""
         ...
 
+    def ring(self) -> None:
+        """Wake ranks that wait for a row that compiled code has posted."""
+        ...
+
     def agree(self) -> bool:
         """Whether all rows are as they were sent, of the same operation, and say that what was sent has
         arrived.
@@ -56,7 +60,7 @@ class SharedRows:
         """`memory`: of `shared_bytes`, zeros at first. `ring`: wakes ranks that wait."""
         self._all: Any = np.frombuffer(memory, np.int64)
         self._base = self._all.ctypes.data
-        self._row, self._words, self._ranks, self._ring = 8 * _stride(words), words, ranks, ring
+        self._row, self._words, self._ranks, self.ring = 8 * _stride(words), words, ranks, ring
         self._mine = rank * 2 * self._row
         self._counter: Any = np.zeros(1, np.int64)
         self._verdict = 0
@@ -79,7 +83,7 @@ class SharedRows:
         """See `RowExchange`."""
         number = claim(self._counter.ctypes.data)
         post(row.ctypes.data, self._words, self._base + number % 2 * self._row + self._mine, number)
-        self._ring()
+        self.ring()
         return self.poll()
 
     def poll(self) -> Poll:
@@ -143,6 +147,9 @@ class LibraryRows:
             return poll()
 
         return is_there
+
+    def ring(self) -> None:
+        """Nothing: the library wakes them."""
 
     def agree(self) -> bool:
         """See `RowExchange`."""

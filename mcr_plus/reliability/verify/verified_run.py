@@ -56,8 +56,6 @@ class Begins(NamedTuple):
     at_once: AtOnce | None = None
 
 
-WHOLE: Final = 8192
-"""Bytes of an all_reduce up to which ranks get all values and reduce them alike: one step, not two."""
 PIECE: Final = 4 << 20
 """Bytes of a piece, about: it stays in a cache of tens of MiB. With smaller ones ranks would wait for each
 other more often, and each wait costs a time slice where other processes use the cores."""
@@ -90,9 +88,9 @@ class VerifiedRuns:
             if kind == "all_gather" and self._gathers_in_pieces and nbytes >= least:
                 return self._all_gather(signature)
             return self._moved(signature)
-        if kind == "reduce" or (kind == "all_reduce" and 0 < nbytes <= WHOLE):
-            return self._reduce(signature)
-        return self._all_reduce(signature) if kind == "all_reduce" else self._reduce_scatter(signature)
+        if kind == "all_reduce":
+            return self._all_reduce(signature)
+        return self._reduce(signature) if kind == "reduce" else self._reduce_scatter(signature)
 
     # -- data movement ----------------------------------------------------------------------------------
 
@@ -342,23 +340,19 @@ class VerifiedRuns:
         return begin
 
     def _reduce(self, signature: Signature) -> Begin:
-        """Reduce values that arrive whole: on the root, or on all ranks, which then compare the results."""
         reduce_parts, size, nbytes = reduction(signature), self._size, signature.nbytes or 0
-        root, by_all = signature.root, signature.kind == "all_reduce"
-        is_target = by_all or (root or 0) == self._rank
-        kind = "all_gather" if by_all else "gather"
-        step = self._steps.bind(derived(signature, kind, nbytes=size * nbytes, root=root))
-        ends = {SENT: Flows.one(0, nbytes, size) if by_all else Flows.one(root or 0, nbytes)}
-        if is_target:
+        root = signature.root or 0
+        is_root = root == self._rank
+        step = self._steps.bind(derived(signature, "gather", nbytes=size * nbytes, root=root))
+        ends = {SENT: Flows.one(root, nbytes)}
+        if is_root:
             ends[GOT] = Flows.of_parts([nbytes] * size)
-        if by_all:
-            ends[SENT_SUMS] = Flows.one(0, nbytes, 2 * size)  # sent to all, and got from all
         kept = _TablePool(signature, lambda _: ChecksumPlan(size, ends))
 
         def begin(message: Message) -> VerifiedRun:
             ledger, (value,) = kept.ledger(message), message.inputs
             ledger.take(SENT, value.data_ptr())
-            return run(value.view(-1), message.outputs[0].view(-1) if is_target else None, ledger)
+            return run(value.view(-1), message.outputs[0].view(-1) if is_root else None, ledger)
 
         def run(value: torch.Tensor, out: torch.Tensor | None, ledger: ChecksumTable) -> VerifiedRun:
             if out is None:
@@ -368,8 +362,6 @@ class VerifiedRuns:
                 yield from _through(step, Message(step.signature, (value,), (parts,)))
                 ledger.take(GOT, parts.data_ptr())
                 reduce_parts(parts.view(size, -1), out)
-                if by_all:
-                    ledger.take(SENT_SUMS, out.data_ptr())
             yield from self._compare(signature, ledger)
             kept.give_back(ledger)
 

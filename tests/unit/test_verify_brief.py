@@ -16,7 +16,7 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import Kind, ReduceOp
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
-from mcr_plus.reliability.verify.channel import VerifiedChannel
+from mcr_plus.reliability.verify.channel import VerifiedChannel, VerifiedPoll
 from mcr_plus.reliability.verify.checksum_table import row_words
 from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
 from mcr_plus.reliability.verify.steps import VerifiedSteps
@@ -43,9 +43,9 @@ def missing(*_: Any) -> None:
 class World:
     """Two ranks on a library whose operations start by `start`."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, is_polled: bool = True) -> None:
         memory, words = memoryview(bytearray(shared_bytes(2, row_words(2)))), row_words(2)
-        library = SimpleNamespace(name="mpi", supports=lambda _: NATIVE, rings=False, host_driven=True)
+        library = SimpleNamespace(name="mpi", supports=lambda _: NATIVE, rings=False, host_driven=is_polled)
         channel: Any = SimpleNamespace(
             bind=lambda _: start, gate=lambda *_: None, closes_alone=True, outlives_library=True,
             takes_ballots=False, ballots=None,
@@ -66,6 +66,16 @@ class World:
     def begin(self, rank: int) -> Poll:
         tensor = self.tensors[rank]
         return self._starts[rank](Message(SIGNATURE, (tensor,) if rank == 0 else (), (tensor,)))
+
+
+def test_an_operation_that_is_alone_ends_in_the_call_that_starts_it() -> None:
+    world = World(lambda _: done_at_once)
+    for rank in (0, 1, 1, 0, 0, 1):  # who comes first waits for the row of the other
+        early = world.begin(rank)
+        assert isinstance(early, VerifiedPoll)
+        assert not early()
+        assert world.begin(1 - rank) is done_at_once
+        assert early()
 
 
 def test_a_damaged_one_raises_on_both() -> None:
@@ -97,11 +107,19 @@ def test_one_behind_another_waits_for_its_turn() -> None:
     assert ended(second)
 
 
-def test_what_is_interrupted_keeps_its_tensors_and_nothing_follows_it() -> None:
+def test_a_library_with_threads_is_not_polled_in_the_call() -> None:
+    world = World(lambda _: done_at_once, is_polled=False)
+    polls = [world.begin(rank) for rank in range(2)]
+    assert all(isinstance(poll, VerifiedPoll) for poll in polls)
+    assert ended(polls)
+
+
+@pytest.mark.parametrize("is_polled", [True, False])
+def test_what_is_interrupted_keeps_its_tensors_and_nothing_follows_it(is_polled: bool) -> None:
     def interrupted(message: Message) -> Poll:
         raise KeyboardInterrupt
 
-    world = World(interrupted)
+    world = World(interrupted, is_polled)
     with pytest.raises(KeyboardInterrupt):
         world.begin(0)
     kept: Any = world.channels[0].interrupted

@@ -83,8 +83,7 @@ def plan_report() -> dict[str, Any] | None:
       may be above the best one, in the model of the search; `exact`: it is proved to be the best there.
     - `cuts`, of a model compiled with `cuts="auto"` only: the modules at whose ends its graph is cut;
       `cuts_known`: how many places there were. `chosen`: "whole" (uncut, buckets by size), "blocks" (cut at
-      all places, buckets by size) or "searched" (cut at all places, searched buckets); `tried_ms`: the time
-      of each. `bound_ms`, `gap` and `exact` are then of the graph cut at all places. `cut_ms`: the price of a
+      all places, buckets by size) or "searched"; `tried_ms`: the time of each. `cut_ms`: the price of a
       cut. Without `fuse: {plan: auto}`, nothing is searched or foretold, and `measured_ms` is that of
       "blocks".
     - `compute_ms`: of computing alone. `exposed_ms`: that are expected to pass after it; `exposed_by`: the

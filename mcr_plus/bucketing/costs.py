@@ -71,17 +71,18 @@ def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[BucketCurve],
     return Prices(seconds, shares, overhead)
 
 
-def groups(sizes: Sequence[int], most: int = SEARCHED) -> list[int]:
+def groups(sizes: Sequence[int], most: int = SEARCHED, starts: Sequence[int] = ()) -> list[int]:
     """Return the ends of groups of neighbouring gradients that a search keeps together.
 
-    Up to `most` gradients form groups of one; of more, small neighbours share a group.
+    Up to `most` gradients form groups of one; of more, small neighbours share a group. No group extends
+    across an index in `starts`.
     """
     least = 2 * sum(sizes) / most if len(sizes) > most else 0.0
-    held = 0
+    fixed, held = {*starts, len(sizes)}, 0
     ends: list[int] = []
     for end, size in enumerate(sizes, start=1):
         held += size
-        if held >= least or end == len(sizes):
+        if held >= least or end in fixed:
             ends.append(end)
             held = 0
     return ends

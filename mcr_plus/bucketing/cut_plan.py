@@ -1,4 +1,4 @@
-"""`mcr.compile(model, cuts="auto")`: measures the costs of cuts and tries them in the job.
+"""`mcr.compile(model, cuts="auto")`: measures costs of cuts, searches for the best, tries them in the job.
 
 Passes of a job, counted from the one after the first:
 
@@ -9,10 +9,10 @@ Passes of a job, counted from the one after the first:
     8 …         the candidates take turns, three passes each, of which the first is not counted
 
 The candidates are the whole graph and the graph cut at every block, both with buckets by size; and with
-`fuse: {plan: auto}` the graph cut at every block with the best buckets, by the search of `auto_plan`. For
-this search, captured passes send their buckets at the end, as there. The cost of a cut, which is only
-reported, is the additional computation time with all cuts, divided by their number. The fastest candidate by
-the slowest rank's times is kept; it has to be faster than the whole graph by a margin.
+`fuse: {plan: auto}` the best cuts and buckets by an exact search. For this search, captured passes send their
+buckets at the end, as in `auto_plan`, and the cost of a cut is the additional computation time with all cuts,
+divided by their number. The fastest candidate by the slowest rank's times is kept; it has to be faster than
+the whole graph by a margin.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from mcr_plus.bucketing.auto_plan import (
     PassTimes,
 )
 from mcr_plus.bucketing.compiled import CompiledCall, Cuts, GraphPart
+from mcr_plus.bucketing.costs import OVERHEAD, groups, prices
 from mcr_plus.bucketing.given_plan import named_choices
 from mcr_plus.communicator.gradient_policy import Choice
 from mcr_plus.core.kinds import MAX
@@ -46,6 +47,8 @@ from mcr_plus.fusion.bucket import packed
 from mcr_plus.job.init import current
 
 _log = logging.getLogger("mcr_plus")
+_PLACES: Final = 24  # largest number of places in a search; of more, evenly spread ones are used
+_SEARCHED: Final = 200  # largest number of gradients; of more, small neighbours of a part stay together
 _NAMES: Final = {"whole": "uncut, by size", "blocks": "cut at every block, by size", "searched": "searched"}
 
 Plan = list[tuple[tuple[int, ...], Choice]]
@@ -58,6 +61,17 @@ class Candidate(NamedTuple):
     name: str
     cuts: Cuts
     plan: Plan
+
+
+class Stretch(NamedTuple):
+    """Gradients between two places where a graph may be cut.
+
+    `after`: the modules at the preceding place, in the order of the forward pass; empty at the beginning of a
+    graph, where parts end in any case. `gradients`: their number.
+    """
+
+    after: Cuts
+    gradients: int
 
 
 @dataclass(eq=False)
@@ -168,7 +182,8 @@ class CutPlan(AutoPlan):
 
     def _found(self, whole: Captured, cut: Captured) -> list[Candidate]:
         """Return the candidates, on the first rank; stores their expected times in the report."""
-        by_part, places = self._in_parts(cut)
+        by_part, stretches = self._in_parts(cut)
+        places = tuple(name for stretch in stretches[1:] for name in stretch.after)
         candidates = [Candidate("whole", (), self._sized(whole.order))]
         if places:
             candidates.append(Candidate("blocks", places, self._sized(by_part.order)))
@@ -180,14 +195,14 @@ class CutPlan(AutoPlan):
             "cuts_known": len(places),
         }
         if self.curves:
-            candidates.append(self._planned(whole, by_part, places))
+            candidates.append(self._searched_cuts(by_part, stretches, cost))
         return candidates
 
     def _sized(self, order: Sequence[int]) -> Plan:
         return [(bucket.members, Choice()) for bucket in self._by_size(order)]
 
-    def _in_parts(self, cut: Captured) -> tuple[Captured, Cuts]:
-        """Return the gradients in the order of parts, last part first, and the modules at the cuts between.
+    def _in_parts(self, cut: Captured) -> tuple[Captured, list[Stretch]]:
+        """Return the gradients in the order of parts, last part first, and the number in each part.
 
         The parts come from the graph instead of measured times, so noise cannot move a gradient to a
         neighbour.
@@ -198,26 +213,68 @@ class CutPlan(AutoPlan):
         rank = {index: at for at, index in enumerate(cut.order)}
         order = sorted(cut.order, key=lambda index: (-where[index], rank[index]))
         ready = np.maximum.accumulate([cut.ready[rank[index]] for index in order]).tolist()
-        places, later = list[str](), tuple[str, ...]()
-        for at in sorted(set(where.values()), reverse=True):
-            places += later
-            later = parts[at].after
-        return Captured(order, ready, cut.compute), tuple(places)
+        stretches, later = list[Stretch](), tuple[str, ...]()
+        for at in range(len(parts) - 1, -1, -1):
+            if count := sum(where[index] == at for index in order):
+                stretches.append(Stretch(later, count))
+                later = parts[at].after
+        return Captured(order, ready, cut.compute), stretches
 
-    def _planned(self, whole: Captured, cut: Captured, places: Cuts) -> Candidate:
-        """Return all cuts with the best buckets for them; stores the expected times in the report."""
+    def _searched_cuts(self, cut: Captured, stretches: Sequence[Stretch], cost: float) -> Candidate:
+        """Return the best cuts and buckets."""
+        from mcr_plus.bucketing.cut_search import search_cuts
+
+        count = len(cut.order)
+        starts = np.cumsum([stretch.gradients for stretch in stretches])[:-1].tolist()
+        costs = [cost if stretch.after else 0.0 for stretch in stretches[1:]]
+        paid = np.zeros(count)  # cost of the cuts before each gradient
+        for start, price in zip(starts, costs, strict=True):
+            paid[start:] += price
+        ready = np.maximum.accumulate(np.maximum(np.array(cut.ready) - paid, 0.0))
+        compute = max(cut.compute - sum(costs), float(ready[-1]))
+        kept = sorted({round(at) for at in np.linspace(0, len(starts) - 1, min(len(starts), _PLACES))})
+        ends = groups(
+            [self.entries[index].nbytes for index in cut.order], _SEARCHED, [starts[at] for at in kept]
+        )
+        at = [0, *ends]
+        whole = [
+            packed([self.entries[index] for index in cut.order[begin:end]], self.alignment).nbytes
+            for begin, end in zip(at, ends, strict=False)
+        ]
         choices = list(self.curves)
-        found = self._searched(cut, choices)
-        plan: Plan = [(tuple(cut.order[begin:end]), choices[choice]) for begin, end, choice in found.buckets]
-        tail = self._tail_time()
+        of = prices(whole, self.alignment, [self.curves[each] for each in choices], OVERHEAD)
+        positions = [at.index(starts[each]) for each in kept]
+        found = search_cuts(ready[np.array(ends) - 1], compute, of, positions, [costs[each] for each in kept])
+        plan: Plan = [
+            (tuple(cut.order[at[begin] : at[end]]), choices[choice]) for begin, end, choice in found.buckets
+        ]
+        chosen = [kept[each] for each in found.cuts]
+        names = tuple(name for each in chosen for name in stretches[each + 1].after)
+        self._foretell_cuts(Captured(cut.order, ready.tolist(), compute), starts, costs, chosen, plan)
         self.report |= {
-            "foretold_ms": 1e3 * (self.course(cut, plan).step + tail),
-            "foretold_baseline_ms": 1e3 * (self.course(whole, self._sized(whole.order)).step + tail),
-            "bound_ms": 1e3 * (found.bound + tail),
+            "bound_ms": 1e3 * (found.bound + self._tail_time()),
             "gap": found.gap,
-            "exact": found.exact,
+            "exact": found.exact and len(ends) == count and len(kept) == len(starts),
         }
-        return Candidate("searched", places, plan)
+        return Candidate("searched", names, plan)
+
+    def _foretell_cuts(
+        self, free: Captured, starts: Sequence[int], costs: Sequence[float], chosen: Sequence[int], plan: Plan
+    ) -> None:
+        """Store the expected times with and without cuts; `free`: the times with all cuts at no cost."""
+        count = len(free.order)
+        for key, cuts, buckets in (
+            ("foretold_ms", chosen, plan),
+            ("foretold_baseline_ms", (), self._sized(free.order)),
+        ):
+            ready, paid = np.zeros(count), 0.0
+            begins = [0, *(starts[at] for at in cuts)]
+            prices_paid = [0.0, *(costs[at] for at in cuts)]
+            for begin, end, price in zip(begins, [*begins[1:], count], prices_paid, strict=True):
+                paid += price
+                ready[begin:end] = free.ready[end - 1] + paid
+            course = self.course(Captured(free.order, ready.tolist(), free.compute + paid), buckets)
+            self.report[key] = 1e3 * (course.step + self._tail_time())
 
     # -- the verdict ------------------------------------------------------------------------------
 

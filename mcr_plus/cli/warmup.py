@@ -135,12 +135,13 @@ def _buffers() -> None:
 
 
 def _plans() -> None:
-    from mcr_plus.bucketing import events, search, simulate
+    from mcr_plus.bucketing import cut_search, events, search, simulate
     from mcr_plus.kernels.compiling import preparing
 
     with preparing("plans"):
         search.prepare()
         simulate.prepare()
+        cut_search.prepare()
         events.prepare()
 
 

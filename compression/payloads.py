@@ -206,7 +206,7 @@ class PayloadExchange:
             if wishes:
                 lengths_sent[root if asks else 0] += _WISH
 
-        # The lengths are a plain operation: only the payloads are reported as compressed.
+        # The lengths travel in a plain operation; only payloads are reported as compressed.
         signature, issue = lengths
         of_values = ("codec", "uncompressed_bytes")
         rest_of_lengths = {key: value for key, value in rest.items() if key not in of_values}

@@ -150,7 +150,7 @@ class Measured:
 
 
 class Like(NamedTuple):
-    """Dtype and device of tensors; None if unknown, or not equal for all."""
+    """Dtype and device that the tensors share; None if unknown or mixed."""
 
     dtype: str | None
     device: str | None

@@ -262,9 +262,9 @@ class PreparedArrays:
 
 
 def stated_stream(array: Any) -> int | None:
-    """Return the CUDA handle of the stream that an array states; None if it states none.
+    """Return the CUDA stream handle in the array's `__cuda_array_interface__`, or None.
 
-    Raises `InvalidArgument` for 0, which the interface forbids: it could mean either default stream of CUDA.
+    Raises `InvalidArgument` for 0, which the protocol forbids because it could mean either default stream.
     """
     interface = getattr(array, "__cuda_array_interface__", None)
     stream = None if interface is None else interface.get("stream")

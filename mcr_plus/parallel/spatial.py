@@ -150,7 +150,7 @@ class _Convolution:
             if part is not None:
                 output = self.of(*self.read(needed, part.needed, part.whole), weight, bias)
             return output, needed
-        # Asynchronous on all ranks alike, even if there is nothing to compute meanwhile.
+        # Asynchronous on every rank, including ranks with nothing to compute in the meantime.
         work = self.halo.start(x, self.comm, self.options)
         if part is not None and part.inner is not None:
             output[_at(part.inner.at)] = self.of(*self.read(x, part.own, part.inner), weight, bias)

@@ -116,7 +116,7 @@ class Peers:
             self._findings = open_findings(store, rank, self.processes, secret, heartbeat, timeout)
         if self._findings is not None:
             places = len({process.place for process in self.processes})
-            # Twice the time that beats take, as agents on busy hosts miss some.
+            # Allow twice the beat interval, because agents on busy hosts miss some beats.
             beats = min(2 * silence(places), heartbeat or math.inf)
             self._late = silence(places) / 2
             self._enough = beats if shortens else heartbeat or beats

@@ -66,7 +66,7 @@ _HASHERS: Final = 4  # threads; each hashes 1 to 2 GB/s, and a connection delive
 
 
 class StreamClosed(Exception):
-    """This end must end."""
+    """Raised when this side has to close the connection."""
 
 
 class AuthenticationFailed(ConnectionError):
@@ -315,7 +315,7 @@ def greeted(link: StreamConnection, secret: bytes) -> int:
 
 
 def _take_greeting(link: StreamConnection, other: str) -> None:
-    """Receive the first message of the other end; versions before 2 send none."""
+    """Receive the greeting of the peer; peers older than version 2 send none."""
     magic, version = _GREETING.unpack(link.take(_GREETING.size, within=_GREETS_WITHIN))
     if magic != _MAGIC:
         raise BackendError(

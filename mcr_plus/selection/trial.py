@@ -1,4 +1,4 @@
-"""Trial of online refinement: rivals get a few calls, spread over many, until one candidate remains."""
+"""Trial for online refinement: rivals get a few of many calls of the job, until one candidate remains."""
 
 from __future__ import annotations
 

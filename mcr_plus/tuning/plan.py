@@ -229,7 +229,7 @@ def _absurd(request: TableRequest, samples: Sequence[Sample]) -> Iterator[Task]:
 
 
 def nonsense(timings: Mapping[int, Mapping[str, Timing]]) -> dict[int, list[str]]:
-    """Return candidates by size that took many times as long as at a larger size; for whole times only."""
+    """Return, by size, the candidates that took many times longer than at a larger size; whole times only."""
     least: dict[str, float] = {}
     odd: dict[int, list[str]] = {}
     for size in sorted(timings, reverse=True):

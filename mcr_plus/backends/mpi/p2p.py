@@ -2,9 +2,9 @@
 
 MPI libraries do not check dtypes, and Open MPI 5.0.11 writes an overlong message past the end of the buffer
 before it reports the truncation. So a receive is posted only when a message of the right size and dtype has
-arrived. The tag encodes the dtype, and whether the message carries a checksum, see `checked`. MPICH's tags
-have 29 bits: 24 are the program's and 4 encode the dtype. The last dtypes share a code, and leave the program
-fewer bits.
+arrived. The tag encodes the dtype, and whether the message carries a checksum, see `checked`. Of the
+29 bits of MPICH's tags, the program has 24 and the dtype 4; the last dtypes share a code, with fewer bits for
+the program.
 """
 
 from __future__ import annotations

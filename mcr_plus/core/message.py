@@ -274,6 +274,6 @@ class Message:
         return self.flows(rank) if self.values is None else self.values
 
     def own_bytes(self) -> int:
-        """Return the larger of the bytes sent and received by this rank; valid after the tensors are released."""
+        """Return the larger of the bytes sent and received here; valid after the tensors are released."""
         sent, received = (sum(tensor.nbytes for tensor in part) for part in (self.inputs, self.outputs))
         return max(sent, received, self.released_bytes)

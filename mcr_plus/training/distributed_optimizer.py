@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +71,7 @@ class _Guard:
         for param in params:
             if (reducer := reducer_of(param)) is not None:
                 refuse_within_backward(reducer)
-            elif param.requires_grad and not is_skipped(param):
+            elif param.requires_grad and param.grad is not None and not is_skipped(param):
                 raise InvalidArgument(
                     f"optimizer: {type(optimizer).__name__} trains parameters of a mcr.DistributedOptimizer, "
                     f"and one of shape {list(param.shape)} that is not averaged; call "
@@ -103,7 +103,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
-    names = {id(param): name for name, param in named_parameters or ()}
+    names = _names(named_parameters or ())
     named = [
         (names.get(id(param), f"parameter {index}"), param)
         for index, param in enumerate(params)
@@ -114,3 +114,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     averaged_optimizers[optimizer] = averaged = AveragedOptimizer(named, comm)
     optimizer.register_step_pre_hook(averaged.before_step)
     return optimizer
+
+
+def _names(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[int, str]:
+    pairs: Any = list(named) if isinstance(named, Iterable) and not isinstance(named, Mapping) else [named]
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise InvalidArgument(
+                "named_parameters: expected pairs of a name and a parameter, as model.named_parameters() has "
+                f"them, got {type(named).__name__}" + (" of " + type(pair).__name__) * (pair is not named)
+            )
+    return {id(param): name for name, param in pairs}

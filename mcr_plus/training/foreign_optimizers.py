@@ -19,8 +19,10 @@ class _WatchedOptimizer(NamedTuple):
 
 
 _watched: weakref.WeakKeyDictionary[object, _WatchedOptimizer] = weakref.WeakKeyDictionary()
-# Per optimizer: its number of parameters when it was compared with the models, and the owners it trains.
-_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, weakref.WeakSet[Any]]]
+_Owners = weakref.WeakKeyDictionary[Any, list[torch.Tensor]]
+# Per optimizer: its number of parameters when it was compared with the models, and the owners it trains, with
+# the parameters of each.
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, _Owners]]
 _known = weakref.WeakKeyDictionary()
 
 
@@ -69,20 +71,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     known = _known.get(optimizer)
     is_new = known is None or known[0] != count
     owners = _owners_of(optimizer) if known is None or is_new else known[1]
-    for owner in owners:
-        _watched[owner].before(owner, optimizer, is_new, has_closure(args, kwargs))
+    for owner, params in list(owners.items()):
+        if any(param.requires_grad for param in params):  # may be frozen for this step
+            _watched[owner].before(owner, optimizer, is_new, has_closure(args, kwargs))
     if is_new:  # only after the hooks: a refused step may be tried again
         _known[optimizer] = count, owners
 
 
-def _owners_of(optimizer: torch.optim.Optimizer) -> weakref.WeakSet[Any]:
+def _owners_of(optimizer: torch.optim.Optimizer) -> _Owners:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     owners = [owner for ref in _watched.keyrefs() if (owner := ref()) is not None]  # threads may add some
-    return weakref.WeakSet(
-        owner
-        for owner in owners
-        if any(
-            id(param) in held and param.requires_grad and not getattr(param, "mcr_skip", False)
-            for param in _watched[owner].params()
-        )
-    )
+    found: _Owners = weakref.WeakKeyDictionary()
+    for owner in owners:
+        params = _watched[owner].params()
+        shared = [param for param in params if id(param) in held and not getattr(param, "mcr_skip", False)]
+        if shared:
+            found[owner] = shared
+    return found

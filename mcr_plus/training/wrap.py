@@ -299,7 +299,8 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
         assert model.weight.grad.unique().tolist() == [1.0]  # the mean of 0 + 0 and 1 + 1 on two ranks
         ```
     """
-    wrapped = _wrapped.get(getattr(model, "_orig_mod", model))  # unwrap the result of torch.compile
+    # Either may have been wrapped: a model, or the result of torch.compile.
+    wrapped = _wrapped.get(model) or _wrapped.get(getattr(model, "_orig_mod", model))
     if wrapped is None:
         raise InvalidArgument("model: mcr.wrap has not been called on it")
     reducer = wrapped.reducer

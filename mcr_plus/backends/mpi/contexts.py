@@ -41,7 +41,7 @@ class Contexts:
     in_the_making: ClassVar[int] = 0
 
     def __init__(self, mpi: Any, comm: Any, group: Group, room: int) -> None:
-        """`comm`: communicator of the group, for votes. `room`: number of communicators this group may create; the same on all ranks."""
+        """`comm`: communicator of the group, for votes. `room`: communicators it may create, on all ranks."""
         self._mpi = mpi
         self._comm = comm
         self._group = group

@@ -51,10 +51,10 @@ def test_kept_versions_are_bounded_and_dropped_ones_are_sent_whole(ranks: int) -
         assert (value["wrong"], value["in flight"]) == ([], 0)
         # Of a call all that it needs stays: at most what a rank sends and the parts of all ranks.
         assert 0 < value["most"] <= 100_000 + (1 + ranks) * value["bytes"]
-        assert result.stderr.count("so what was used least recently is dropped") == 1
+        assert result.stderr.count("the least recently used are dropped") == 1
     for result in run_ranks(jobs.bounded, 2, args=[10_000_000, 3]):
         assert result.value["wrong"] == []
-        assert "used least recently" not in result.stderr
+        assert "least recently used" not in result.stderr
 
 
 @pytest.mark.long

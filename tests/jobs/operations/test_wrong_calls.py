@@ -177,6 +177,16 @@ def _step_within_backward_of_distributed(*, another: bool) -> None:
         hook.remove()
 
 
+def _first_step_while_frozen() -> None:
+    model, _ = mcr.wrap(*_model())
+    another = _another(model)
+    model.requires_grad_(False)
+    another.step()
+    model.requires_grad_(True)
+    with mcr.no_sync(model):
+        _step(model, another)
+
+
 def _lazy() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.LazyLinear(2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -313,6 +323,15 @@ def _calls(comm: Any) -> Calls:
             _distributed_then_added,
             "added, replaced or unfrozen; call it",
         ),
+        "DistributedOptimizer with parameters": (
+            lambda: mcr.DistributedOptimizer(_model()[1], _model()[0].parameters()),  # type: ignore[arg-type]
+            "as model.named_parameters() has them, got generator of Parameter",
+        ),
+        "DistributedOptimizer with a model": (
+            lambda: mcr.DistributedOptimizer(*_model()[::-1]),  # type: ignore[arg-type]
+            "got Linear",
+        ),
+        "first step while frozen, then in no_sync": (_first_step_while_frozen, "leave the block before"),
         "DistributedOptimizer, replaced, another": (
             lambda: _distributed_then(_replaced),
             "call mcr.DistributedOptimizer on it too",
@@ -466,6 +485,22 @@ def _distributed_and_skipped() -> None:
     _distributed_then(_replaced, skipped=True)
 
 
+def _no_sync_of_a_compiled_model() -> None:
+    model, optimizer = _model()
+    compiled: Any = torch.compile(model, backend="eager")
+    mcr.wrap(compiled, optimizer)
+    with mcr.no_sync(compiled):
+        compiled(torch.ones(1, 4)).sum().backward()
+    _step(compiled, optimizer)
+
+
+def _distributed_with_unused() -> None:
+    model, optimizer = _model()
+    mcr.DistributedOptimizer(optimizer)
+    unused = torch.nn.Parameter(torch.ones(2))
+    _step(model, torch.optim.SGD([*model.parameters(), unused], lr=0.1))
+
+
 def _distributed_then_copy() -> None:
     model, optimizer = _model()
     mcr.DistributedOptimizer(optimizer)
@@ -541,10 +576,10 @@ def _pruned() -> None:
 
 
 RIGHT = (
-    _dropped_in_no_sync, _pruned,
-    _frozen_for_a_pass, _alternating, _functional, _distributed_after_wrap, _local_then_wrap,
-    _distributed_and_another, _distributed_and_skipped, _distributed_then_copy, _local_then_alone,
-    _accumulated, _compiled_step, _recorded, _broadcast_module,
+    _dropped_in_no_sync, _pruned, _frozen_for_a_pass, _alternating, _functional, _distributed_after_wrap,
+    _local_then_wrap, _no_sync_of_a_compiled_model, _distributed_with_unused, _distributed_and_another,
+    _distributed_and_skipped, _distributed_then_copy, _local_then_alone, _accumulated, _compiled_step,
+    _recorded, _broadcast_module,
 )  # fmt: skip
 
 

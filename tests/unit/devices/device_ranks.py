@@ -30,10 +30,11 @@ from unit.devices.fake_nccl import Simulator
 from mcr_plus.backends.nccl import NcclBackend, link
 from mcr_plus.backends.nccl.abi import Nccl
 from mcr_plus.backends.nccl.channel import NcclChannel
-from mcr_plus.communicator import arrays, tensors
+from mcr_plus.communicator import tensors
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.open_group import OpenGroup
 from mcr_plus.config.reader import load
+from mcr_plus.core import deadline as core_deadline
 from mcr_plus.core import streams as core_streams
 from mcr_plus.core import work as core_work
 from mcr_plus.core.group import Group
@@ -332,6 +333,6 @@ def _patched(job: Job) -> Iterator[None]:
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
         patch.setattr(engine, "pause_wait", pause)
         patch.setattr(core_streams, "streams_of", streams_of)
-        patch.setattr(arrays, "time", SimpleNamespace(sleep=pause))
+        patch.setattr(core_deadline, "sleep", pause)
         patch.setattr(tensors, "from_dlpack", shared)
         yield

@@ -710,7 +710,7 @@ def test_opening_fails_with_group_and_rank() -> None:
 def test_opening_waits_no_longer_than_the_deadline() -> None:
     job = Job(Simulator(), 2, timeout=0.1)
     with pytest.raises(
-        CommTimeout, match=r"group 'world' was not ready after 0\.1 s; one of its 2 ranks has not come"
+        CommTimeout, match=r"group 'world' was not ready after 0\.1 s; one of its 2 ranks has not connected"
     ):
         job.backends[0].open(Group("world", (0, 1), 0))
     assert job.simulator.calls == []

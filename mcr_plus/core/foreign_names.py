@@ -131,7 +131,7 @@ OF_HOROVOD: Final[Mapping[str, str | None]] = {
         "mcr_plus has it",
     ),
     **dict.fromkeys(("get_global_rank", "get_group_rank"), "a process set has `ranks`, those of the job"),
-    **dict.fromkeys(("all_reduce", "inference_all_reduce"), "allreduce"),
+    **dict.fromkeys(("all_reduce", "allreduce_sparse", "inference_all_reduce"), "allreduce"),
     **dict.fromkeys(
         ("_all_gather_base", "all_gather", "all_gather_base", "all_gather_into_tensor", "all_gather_list",
          "all_gather_single", "all_gather_tensor", "all_gather_v", "allgatherv", "gather_for_metrics"),
@@ -139,8 +139,8 @@ OF_HOROVOD: Final[Mapping[str, str | None]] = {
     ),
     **dict.fromkeys(("all_gather_object", "gather_object"), "allgather_object"),
     **dict.fromkeys(
-        ("all_to_all", "all_to_all_single", "all_to_all_v", "alltoall_base", "alltoallv", "alltoallw"),
-        "alltoall",
+        ("all_to_all", "all_to_all_single", "all_to_all_v", "alltoall_base", "alltoall_single", "alltoallv",
+         "alltoallw"), "alltoall",
     ),
     **dict.fromkeys(
         ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_block",

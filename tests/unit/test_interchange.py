@@ -1374,6 +1374,14 @@ def test_ucc_conf_is_read_as_inih_and_strtok_read_it(text: str, string: str) -> 
     assert "neither a score" in str(lost) if string.endswith(",") else lost == ()
 
 
+def test_a_line_of_a_shell_goes_on_after_a_backslash() -> None:
+    text = "# a comment \\\nexport UCC_TL_UCP_TUNE=allreduce:@dbt\\\n#bcast:@knomial\nA=b c\\"
+    found = import_("ucc", text)
+    whole = import_("ucc", "UCC_TL_UCP_TUNE=allreduce:@dbt#bcast:@knomial")
+    assert rules_of(found.table) == rules_of(whole.table)
+    assert any(":4: " in line for line in found.lost)
+
+
 def test_ucc_strings_have_no_empty_pieces() -> None:
     for one, other in (
         ("allreduce:0--4k-:@dbt", "allreduce:0-4k:@dbt"),
@@ -1386,6 +1394,7 @@ def test_ucc_strings_have_no_empty_pieces() -> None:
         ("allreduce,,bcast:,:host,,:@dbt", "allreduce,bcast:host:@dbt"),
         ("allreduce:CudaManaged,RocmManaged,cuda:@dbt", "allreduce:cuda:@dbt"),
         ("allreduce:@dbt;", "allreduce:@dbt"),
+        ("allreduce:4k-18446744073709551615:@dbt", f"allreduce:4k-{2**63 - 1}:@dbt"),
     ):
         text = f"export UCC_TL_UCP_TUNE='{one}'\nexport UCC_TL_CUDA_TUNE=\n"
         if other:

@@ -368,12 +368,26 @@ class Assignment(NamedTuple):
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(\"[^\"]*\"|'[^']*'|\S*)(.*)", re.ASCII)
 
 
+def _joined(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a shell's text with the number of each; a backslash at the end joins two."""
+    first, joined = 1, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        goes_on = line.endswith("\\") and not (joined or line).lstrip().startswith("#")
+        joined += line.removesuffix("\\") if goes_on else line
+        if not goes_on:
+            yield first, joined
+            first, joined = number + 1, ""
+    if joined:
+        yield first, joined
+
+
 def assignments(text: str) -> Iterator[Assignment]:
     """Yield the lines of an environment; `export` and quotes are optional, and `#` begins a comment line.
 
-    As in a shell, a value without quotes ends at a space; what follows is yielded by itself.
+    As in a shell, a value without quotes ends at a space, what follows is yielded by itself, and a line that
+    ends with a backslash goes on in the next one.
     """
-    for number, raw in enumerate(text.splitlines(), 1):
+    for number, raw in _joined(text):
         line = "" if raw.lstrip().startswith("#") else raw.strip()
         while line:
             match = _ASSIGNMENT.fullmatch(line)

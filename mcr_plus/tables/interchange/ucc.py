@@ -439,7 +439,7 @@ def _size_range(text: str) -> Range:
 def _size(text: str) -> int | None:
     if text in ("inf", "auto"):
         return None
-    match = re.fullmatch(r"\s*\+?(\d{1,18})(?:([bkmgt])(?:b.*)?)?", text, re.ASCII)
+    match = re.fullmatch(r"\s*\+?(\d{1,40})(?:([bkmgt])(?:b.*)?)?", text, re.ASCII)
     if match is None:
         raise ValueError(f"expected a size such as 4K or inf, got {short(text)}")
     return min(int(match.group(1)) * _UNITS[match.group(2) or ""], MAX_INTEGER)

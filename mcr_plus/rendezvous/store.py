@@ -122,7 +122,8 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
         if isinstance(error, OSError) and error.errno == EADDRINUSE:
             place = f"{environment.master_addr}:{environment.master_port}"
             raise LaunchError(
-                f"rank {environment.rank} cannot listen on {place}, which another program uses; set "
+                f"rank {environment.rank} cannot listen on {place}, which another program, or a second rank "
+                f"{environment.rank}, uses; set "
                 "MASTER_ADDR and MASTER_PORT to another place on all ranks"
             ) from error
         raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error

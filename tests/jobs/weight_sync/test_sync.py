@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from jobs.weight_sync import sync_jobs as jobs
 from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.weight_sync.receiver import AHEAD
-
-PAGE = Path(__file__).parents[3] / "docs" / "weight-sync.md"
-
-
-def described(end: str) -> set[str]:
-    """The keys of `stats()` in the page's table for `sources` or `receivers`."""
-    rows = re.findall(r"^\| (`.*`) \| (all|sources|receivers) \|", PAGE.read_text(), re.MULTILINE)
-    return {key for keys, on in rows if on in ("all", end) for key in re.findall(r"`(\w+)`", keys)}
 
 
 @pytest.mark.short("gloo")
@@ -35,7 +24,6 @@ def test_every_version_arrives_bit_for_bit(backends: list[str]) -> None:
         assert 0 < value["stats"]["density"] < 0.03
         assert value["stats"]["bytes"] < value["stats"]["dense_bytes"] / 10
         assert "closed" in value["closed"]
-        assert set(value["stats"]) == described("sources" if value is source else "receivers")
         assert all(f"`{key}`" in str(mcr.WeightSync.stats.__doc__) for key in value["stats"])
     assert len({str(each) for each in source["seen"]}) == 6
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from jobs.weight_sync import sync_jobs as jobs
 from ranks import run_ranks

@@ -32,7 +32,7 @@ class Fp8Block(BlockCodec):
 
     def __init__(self, options: Fp8BlockOptions | None = None) -> None:
         super().__init__(options)
-        chosen = options or self.Options()
+        chosen = options or Fp8BlockOptions()
         self._scale: fp8_block.Scale = chosen.scale
         self.arguments = (fp8_block.FORMATS[chosen.format], chosen.scale)
         self.traits = Traits(alignment=fp8_block.block_of(chosen.scale), needs_triton=True)

@@ -33,7 +33,7 @@ class Int4Block(BlockCodec):
 
     def __init__(self, options: Int4BlockOptions | None = None) -> None:
         super().__init__(options)
-        self.arguments = ((options or self.Options()).hadamard,)
+        self.arguments = ((options or Int4BlockOptions()).hadamard,)
 
     def encode_rest(  # noqa: D102
         self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor

@@ -146,7 +146,7 @@ def _row(line: str, name: str, number: int, lost: list[str]) -> dict[str, str]:
     if len(fields) < _REQUIRED:
         expected = f"{_REQUIRED} to {len(_FIELDS)} ({','.join(_FIELDS)})"
         raise mistake(name, number, f"{len(fields)} fields; expected {expected}")
-    row = dict(zip(_FIELDS, fields, strict=False))
+    row: dict[str, str] = dict(zip(_FIELDS, fields, strict=False))
     if "" in given[: len(row)]:
         moved = ", ".join(f"{field}={value}" for field, value in [*row.items()][given.index("") :])
         lost.append(f"{name}:{number}: the plugin skips empty fields, and reads here {moved}")

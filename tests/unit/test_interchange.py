@@ -729,7 +729,7 @@ def test_openmpi_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         ),
         ("1\n2\n2\n4\n1\n0 1 0 0\n2\n1\n0 1 0 0\n", 7, "a communicator size: 2 after 4"),
         ("2\n2\n1\n0\n1\n0 1 0 0\n2\n1\n0\n1\n0 1 0 0\n", 7, "collective 2 (allreduce) is also in line 2"),
-        ("1\n2\n1\n0\n1\n0 1 0 0\n9\n", 7, "expected the end of the file"),
+        ("1\n2\n1\n0\n1\n0 1 0 0\n9\n", 7, "expected the end of the file, got '9'"),
         ("rule-file-version-3\n0\n", 1, "unknown version 3; known: 1, 2"),
         ("# late\nrule-file-version-2\n1\n", 2, "got 'rule-file-version-2'"),
         ("0\n", 1, "no rules that a table can express"),

@@ -272,7 +272,8 @@ class _Numbers:
         value = _c_integer(text)
         if value is None or value > most:
             limit = f" up to {most}" if most < MAX_INTEGER else ""
-            raise mistake(self._name, line, f"expected {what}, a whole number{limit}, got {short(text)}")
+            limit = f", a whole number{limit}" if most >= 0 else ""  # -1: no number at all
+            raise mistake(self._name, line, f"expected {what}{limit}, got {short(text)}")
         return value
 
 

@@ -154,7 +154,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: cannot write: not a regular file")
-        path.write_text(text)
+        path.write_text(text, "utf-8", "backslashreplace")  # a name may hold bytes that are no text
     except (OSError, ValueError) as error:  # ValueError: the name has a null byte
         raise ConfigError(f"{path}: cannot write: {getattr(error, 'strerror', None) or error}") from None
 

@@ -277,7 +277,8 @@ def _choose(
     """Return a redistribution if it moves less than DTensor's plan, or if that may be wrong; else None.
 
     The choice is the same on all ranks of the mesh. Collective over them, unless the lower bound shows that
-    DTensor's plan is as good. DTensor misreads shards if a strided shard encodes no order of cuts.
+    DTensor's plan is as good. DTensor misreads shards if a strided shard encodes no order of cuts, and on
+    meshes whose ranks are not in ascending order.
     """
     try:
         # The target of an operator may lack metadata. Keep its order of shards.
@@ -290,10 +291,13 @@ def _choose(
         strided = any(
             type(each) is _StridedShard for each in (*current_spec.placements, *target_spec.placements)
         )
-        theirs = None if strided else _volume_of_plan(current_spec, target_spec, ranks)
+        # torch's groups are in the order of ranks, so its gathers misplace rows on other meshes.
+        mesh = current_spec.mesh.mesh
+        permuted = any(bool((mesh.diff(dim=dim) < 0).any()) for dim in range(mesh.ndim))
+        theirs = None if strided or permuted else _volume_of_plan(current_spec, target_spec, ranks)
     except _UNKNOWN:  # raised on all ranks alike
         return None
-    if theirs is None and not strided:
+    if theirs is None and not (strided or permuted):
         return None
     least = bound(source, target)
     if theirs is not None and (least.fullest, least.total) >= theirs[::-1]:

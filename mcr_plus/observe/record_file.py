@@ -234,6 +234,11 @@ def _check(path: Path, about: Mapping[str, Any], columns: Mapping[str, NDArray[A
         known, column = found.names.get(name, []), columns[name]
         if len(column) and not -1 <= int(column.min()) <= int(column.max()) < len(known):
             raise ConfigError(f"{path}: column {name!r} has entries without a name; {_EXPECTED}")
+    for name, least in (("ranks", 1), ("sequence", 0), ("bytes", 0), ("wire_bytes", 0), ("fused", 0)):
+        if len(columns[name]) and (lowest := int(columns[name].min())) < least:
+            raise ConfigError(
+                f"{path}: column {name!r} has {lowest}, expected numbers from {least}; {_EXPECTED}"
+            )
     for name, column in columns.items():
         if name != "steps" and len(column) != len(columns["t_issue"]):
             raise ConfigError(f"{path}: column {name!r} is missing or malformed; {_EXPECTED}")

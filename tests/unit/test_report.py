@@ -362,6 +362,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         saved(bytes=arrays["bytes"].astype("i4")): "column 'bytes' is missing or malformed",
         saved(waited=np.zeros(5)): "column 'waited' is missing or malformed",
         saved(kind=np.array([7], "i4")): "column 'kind' has entries without a name",
+        saved(ranks=0 * arrays["ranks"]): "column 'ranks' has 0, expected numbers from 1",
+        saved(bytes=-1 - arrays["bytes"]): "column 'bytes' has -",
         saved(tag=np.array([{}], object)): "column 'tag' is missing or malformed",  # no objects are unpickled
     }
     for bad, what in refused.items():

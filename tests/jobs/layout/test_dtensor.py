@@ -362,6 +362,26 @@ def test_uneven_shards_on_flattened_meshes_within_planned(sizes: tuple[int, ...]
         assert right >= max(10, 9 * refused)
 
 
+def on_permuted_meshes() -> None:
+    """Redistribute on meshes whose ranks are not ascending, where torch joins rows in the order of ranks."""
+    whole = torch.arange(16.0).view(4, 4)
+    with job():
+        for ranks in ([3, 1, 0, 2], [[3, 1], [0, 2]]):
+            mesh = DeviceMesh("cpu", ranks)
+            at = (mesh.mesh.flatten() == dist.get_rank()).nonzero().item()
+            x = DTensor.from_local(whole[at : at + 1], mesh, [S0] * mesh.ndim, run_check=False)
+            with dtensor.planned():
+                rows = x.redistribute(placements=[R] * mesh.ndim).to_local()
+                columns = x.redistribute(placements=[S1] * mesh.ndim).to_local()
+            assert rows.equal(whole)
+            assert columns.equal(whole[:, at : at + 1])
+
+
+@needs_mpi
+def test_permuted_meshes_within_planned() -> None:
+    run_ranks(on_permuted_meshes, 4)
+
+
 def small_tensors() -> list[str]:
     with job():
         return check_planned(init_device_mesh("cpu", (2, 2)), SHAPE)

@@ -109,7 +109,7 @@ class GroupBoard:
         return PeerStatus(sequence)
 
     def arrive(self, sequence: int, now: float, idle: float) -> None:
-        """Publish when this rank issued `sequence`, and its `WaitTime` until then; only for recorded
+        """Publish when this rank issued `sequence`, and its `IdleTime` until then; only for recorded
         operations.
 
         Both are in seconds of `time.perf_counter`, which is one clock on a host.

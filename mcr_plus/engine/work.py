@@ -52,8 +52,8 @@ class IssuedWork(Work):
     t_issue: float = 0.0
     t_wait: float = math.inf  # start of the first wait
     t_done: float | None = None
-    lost_before: float | None = None  # `WaitTime.lost` at `t_wait`
-    idle: float | None = None  # `WaitTime.seconds` at the issue, if arrivals are recorded
+    lost_before: float | None = None  # `IdleTime.lost` at `t_wait`
+    idle: float | None = None  # `IdleTime.seconds` at the issue, if arrivals are recorded
     site: Position | None = None  # place of the issue in the program, if arrivals are recorded
     error_raised: bool = False  # whether a wait has raised `error`
     issued: int = 0  # time of issue of a send or receive, in `time.time_ns()`

@@ -1,8 +1,8 @@
 """The barrier at the end of a job: no rank exits while others still need it.
 
-shutdown_barrier()    wait until all ranks have reached the same point abort_barrier()       release the other
-ranks, because this rank's program has crashed linger_for()          exit after the ranks that caused a crash,
-so that the launcher sees them first
+shutdown_barrier()    wait until all ranks have reached the same point
+abort_barrier()       release the other ranks, because this rank's program has crashed
+linger_for()          exit after the ranks that caused a crash, so that the launcher sees them first
 """
 
 from __future__ import annotations

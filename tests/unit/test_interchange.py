@@ -796,6 +796,9 @@ def test_openmpi_two_proc_is_for_two_ranks(kind: str) -> None:
     found, (line,) = import_("openmpi", f"1 {openmpi.NUMBERS[name]} 1 0 1 0 {number} 0 0\n", "r.conf")
     assert line == "r.conf:1: two_proc raises on other numbers of ranks than 2; for these alone"
     assert [choice(found, query(kind, 0, ranks)) for ranks in (2, 3)] == ["mpi:two_proc", "mpi"]
+    blocks = f"1 {openmpi.NUMBERS[name]} 2 2 1 0 {number} 0 0 3 1 0 1 0 0\n"  # the first is for 2 alone
+    found, lines = import_("openmpi", blocks, "r.conf")
+    assert not lines and choice(found, query(kind, 0, 2)) == "mpi:two_proc"
 
 
 @pytest.mark.parametrize(

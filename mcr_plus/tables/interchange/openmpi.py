@@ -378,7 +378,8 @@ def _rules(
         if _name_of(text) == _FOR_TWO and ranks != _TWO:
             has_two = ranks is None or intersection(ranks, _TWO) is not None
             where = "; for these alone" if has_two else ""
-            lost.append(f"{place}: {_FOR_TWO} raises on other numbers of ranks than 2{where}")
+            if not has_two or ranks is None or ranks.hi != _TWO.hi:  # a group of one looks nothing up
+                lost.append(f"{place}: {_FOR_TWO} raises on other numbers of ranks than 2{where}")
             text, applies = (text, _TWO) if has_two else ("", ranks)
         choice = f"{backend}:{text}" if text else backend
         yield TableRule(choice, size, end, TableKey(kind, ranks=applies, basis=basis), place=place)

@@ -153,10 +153,11 @@ def _scalar_type(node: yaml.Node) -> str:
 
 
 _SCALARS = yaml.constructor.SafeConstructor()
+_MOST_DIGITS = 100
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
-    """Return the value of a scalar in YAML 1.1; raise ValueError for a number that Python cannot read."""
+    """Return the value of a scalar in YAML 1.1; raise ValueError for a number too long or malformed."""
     text: str = node.value
     match _scalar_type(node):
         case "null":
@@ -164,6 +165,8 @@ def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
         case "bool":
             return text.lower() in ("yes", "true", "on")
         case "int":
+            if len(text) > _MOST_DIGITS:  # Python writes no long integers, and no float holds them
+                raise ValueError(f"a number of {len(text):,} digits; expected at most {_MOST_DIGITS}")
             return _SCALARS.construct_yaml_int(node)
         case "float":
             return _SCALARS.construct_yaml_float(node)

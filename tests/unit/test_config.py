@@ -448,7 +448,8 @@ def test_a_rule_for_a_stage_that_is_not_there() -> None:
         ("version: 1\nrules:\n  - match:\n      bytes: >=1MiB\n", "4: document: not valid YAML"),
         ("version: 1\nrules: " + "[" * 100 + "]" * 100, "2: document: nested more than 32 levels deep"),
         ("version: 1\nrules: " + "[" * 40, "2: document: nested more than 32 levels deep"),
-        ("version: " + "9" * 5000, "1: version: "),
+        ("version: " + "9" * 5000, "1: version: a number of 5,000 digits; expected at most 100"),
+        ("version: 0x" + "f" * 5000, "1: version: a number of 5,002 digits; expected at most 100"),
         ("version: 0x_\n", "1: version: "),
     ],
 )

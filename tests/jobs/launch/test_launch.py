@@ -945,6 +945,8 @@ def test_a_rank_that_aborts_is_named_whatever_its_status(
     start: Start, tmp_path: Path, where: str, status: int, ranks: int
 ) -> None:
     """An exit status has 8 bits, so launchers of MPI take a multiple of 256 for success."""
+    if (launcher := mpi_flavour()) and launcher.flavour == "openmpi" and launcher.major < 5:
+        pytest.skip("mpirun of Open MPI 4.1 loses the message of an abort in half of the runs")
     (tmp_path / "aborts.py").write_text(ABORTS)
     run = start("-n", str(ranks), str(tmp_path / "aborts.py"), where, str(status))
     assert run.wait() == 1

@@ -14,6 +14,7 @@ program decides when to import mcr_plus and torch.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import runpy
@@ -92,6 +93,9 @@ def description(error: BaseException, trace: TracebackType | None) -> dict[str, 
     ]
     try:
         lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+        # Later versions write it themselves. The last line may be a note.
+        if sys.version_info < (3, 12) and (near := _near_name(error)) and lines[-1].endswith(str(error)):
+            lines[-1] += f". Did you mean: '{near}'?"
     except BaseException:  # raised by the exception's own methods, or while loading a module's source
         places = [f'  File "{each.filename}", line {each.lineno}, in {each.name}' for each in frames]
         lines = ["Traceback (most recent call last):", *places, *words.splitlines()]
@@ -102,6 +106,13 @@ def description(error: BaseException, trace: TracebackType | None) -> dict[str, 
         with contextlib.suppress(Exception):
             report["source"] = frame.line
     return report
+
+
+def _near_name(error: BaseException) -> str:
+    """Return the attribute that an `AttributeError` nearly named, as the interpreter's own output has it."""
+    if not isinstance(error, AttributeError) or error.name is None or error.obj is None:
+        return ""
+    return next(iter(difflib.get_close_matches(error.name, dir(error.obj), n=1)), "")
 
 
 def _words(error: BaseException) -> str:

@@ -109,6 +109,21 @@ _INSTEAD: Final[Mapping[tuple[str, str], tuple[str, str, Callable[[int], bool]]]
 """What runs instead on some numbers of ranks (coll_base_allgather.c and coll_base_allgatherv.c of 4.1.8 and
 5.0.10): the other algorithm, these numbers in words, and a test for the numbers on which it runs as named.
 """
+_FEW: Final[Mapping[tuple[str, str], str]] = {
+    ("allreduce", "ring"): "recursive_doubling",
+    ("allreduce", "rabenseifner"): "basic_linear",
+    ("reduce", "rabenseifner"): "linear",
+    ("bcast", "scatter_allgather"): "basic_linear",
+    ("bcast", "scatter_allgather_ring"): "basic_linear",
+}
+"""What runs instead with fewer elements than ranks (coll_base_*.c of 4.1.8 and 5.0.10)."""
+_SHORT: Final[Mapping[tuple[str, str], str]] = {
+    ("allreduce", "segmented_ring"): "ring",
+    ("bcast", "split_binary_tree"): "chain",
+}
+"""What runs instead with less than one segment for each rank, or for each half of a split tree."""
+_ELEMENT: Final = 4  # bytes; with these and without a number of ranks, 4 KiB are enough elements
+_MANY_RANKS: Final = 1024
 
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NAMES: Final = {number: name for name, number in NUMBERS.items()}
@@ -148,7 +163,10 @@ def export(table: Table, backend: str) -> Exported:
 def _blocks(out: Exporter, kind: str) -> list[Block]:
     blocks: list[Block] = []
     for cell in _cells(out.rules(kind)):
-        pieces = [(sizes.lo, _setting(out, kind, rule, cell)) for sizes, rule in out.pieces(kind, ranks=cell)]
+        pieces = [
+            (sizes.lo, _setting(out, kind, rule, cell, sizes.lo))
+            for sizes, rule in out.pieces(kind, ranks=cell)
+        ]
         rows = [next(run) for _, run in groupby(pieces, key=lambda row: row[1])]
         if not blocks or blocks[-1][1] != rows:
             blocks.append((0 if cell is None else cell.lo, rows))
@@ -168,7 +186,7 @@ def _name_of(algorithm: str) -> str:
     return algorithm.partition("/")[0]
 
 
-def _setting(out: Exporter, kind: str, rule: TableRule | None, ranks: Range | None) -> Setting:
+def _setting(out: Exporter, kind: str, rule: TableRule | None, ranks: Range | None, smallest: int) -> Setting:
     algorithm = algorithm_of(rule.backend) if rule is not None else ""
     if rule is None or not algorithm:
         return Setting()
@@ -187,6 +205,14 @@ def _setting(out: Exporter, kind: str, rule: TableRule | None, ranks: Range | No
         lo, hi = (0, None) if ranks is None else (max(ranks.lo, 2), ranks.hi)
         if hi is None or not all(map(runs, range(lo, min(hi, lo + 3)))):
             out.report(rule, f"on numbers of ranks {numbers} {_LIBRARY} runs {other} instead of {name}")
+    most = _MANY_RANKS if ranks is None or ranks.hi is None else ranks.hi - 1
+    if (few := _FEW.get((collective, name))) and smallest < most * _ELEMENT:
+        out.report(rule, f"with fewer elements than ranks {_LIBRARY} runs {few} instead of {name}")
+    if short_one := _SHORT.get((collective, name)):
+        parts, part = (2, "half") if collective == "bcast" else (most, "rank")
+        if smallest < parts * found.segment or (not found.segment and collective == "allreduce"):
+            what = f"without a segment for each {part}" if found.segment else "without segments"
+            out.report(rule, f"{what} {_LIBRARY} runs {short_one} instead of {name}")
     return found
 
 

@@ -25,6 +25,7 @@ import torch
 from ranks import RanksFailed, run_ranks
 
 import mcr_plus as mcr
+from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, loopback, scratch
@@ -602,6 +603,15 @@ def test_an_error_is_described_whatever_its_description_raises(error: BaseExcept
     where = test_an_error_is_described_whatever_its_description_raises.__name__
     assert name == "SystemExit" or (found["source"], where in found["place"]) == ("raise error", True)
     assert name != "SystemExit" or found["text"] == "<exception str() failed>"
+
+
+@pytest.mark.parametrize(("name", "near"), [("all_reduced", "all_reduce"), ("qqq", "")])
+def test_a_misspelt_attribute_is_described_with_the_right_one(name: str, near: str) -> None:
+    """As the interpreter's own output has it; `traceback` has it from Python 3.12 on."""
+    with pytest.raises(AttributeError) as caught:
+        getattr(Communicator, name)
+    last = description(caught.value, caught.value.__traceback__)["traceback"][-1]
+    assert last.endswith(f"Did you mean: '{near}'?" if near else f"no attribute '{name}'")
 
 
 def test_an_error_is_described_where_nothing_can_be_read(

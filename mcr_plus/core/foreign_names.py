@@ -122,6 +122,15 @@ _OF_MODULES: Final[Mapping[str, str | None]] = {
     "reduce_scatter_single_autograd": "autograd.reduce_scatter",
     "reduce_scatter_tensor_autograd": "autograd.reduce_scatter",
 }  # fmt: skip
+_HOROVOD: Final = {
+    "all_reduce": "allreduce", "all_reduce_coalesced": "grouped_allreduce",
+    **dict.fromkeys(("all_gather", "all_gather_into_tensor", "all_gather_v"), "allgather"),
+    "all_gather_coalesced": "grouped_allgather", "all_gather_object": "allgather_object",
+    **dict.fromkeys(("all_to_all", "all_to_all_single"), "alltoall"),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_v"), "reducescatter"),
+    "reduce_scatter_coalesced": "grouped_reducescatter",
+}  # fmt: skip
+"""Our operations and Horovod's."""
 OF_HOROVOD: Final[Mapping[str, str | None]] = {
     **_OF_ALL_MODULES,
     **dict.fromkeys(("alltoalloptions", "ranktype")),
@@ -131,29 +140,9 @@ OF_HOROVOD: Final[Mapping[str, str | None]] = {
         "mcr_plus has it",
     ),
     **dict.fromkeys(("get_global_rank", "get_group_rank"), "a process set has `ranks`, those of the job"),
-    **dict.fromkeys(("all_reduce", "allreduce_sparse", "inference_all_reduce"), "allreduce"),
-    **dict.fromkeys(
-        ("_all_gather_base", "all_gather", "all_gather_base", "all_gather_into_tensor", "all_gather_list",
-         "all_gather_single", "all_gather_tensor", "all_gather_v", "allgatherv", "gather_for_metrics"),
-        "allgather",
-    ),
-    **dict.fromkeys(("all_gather_object", "gather_object"), "allgather_object"),
-    **dict.fromkeys(
-        ("all_to_all", "all_to_all_single", "all_to_all_v", "alltoall_base", "alltoall_single", "alltoallv",
-         "alltoallw"), "alltoall",
-    ),
-    **dict.fromkeys(
-        ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_block",
-         "reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter_v"), "reducescatter",
-    ),
-    **dict.fromkeys(("all_reduce_coalesced", "allreduce_coalesced"), "grouped_allreduce"),
-    **dict.fromkeys(
-        ("all_gather_coalesced", "all_gather_into_tensor_coalesced", "allgather_coalesced"),
-        "grouped_allgather",
-    ),
-    **dict.fromkeys(
-        ("reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced"), "grouped_reducescatter"
-    ),
+    **_HOROVOD, **{name: _HOROVOD[ours] for name, ours in _OPERATIONS.items() if ours in _HOROVOD},
+    "allreduce_sparse": "allreduce", "gather_for_metrics": "allgather", "alltoall_single": "alltoall",
+    "allreduce_coalesced": "grouped_allreduce", "allgather_coalesced": "grouped_allgather",
     **{f"i{name}": f"{name}_async" for name in ("allgather", "allreduce", "alltoall")},
     "bcast": "broadcast", "ibcast": "broadcast_async", "broadcast_object_list": "broadcast_object",
     **dict.fromkeys(("monitored_barrier", "wait_for_everyone"), "barrier"),

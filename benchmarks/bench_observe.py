@@ -52,7 +52,7 @@ KINDS: Final = (
 @contextmanager
 def published(folder: Path) -> Iterator[None]:
     """Metrics in a file, while the block runs."""
-    options = observe_options()(prometheus=str(folder / "job.prom"), every=1.0)
+    options = observe_options().model_validate({"prometheus": str(folder / "job.prom"), "every": 1.0})
     publisher = open_publisher(options, current().world, mcr.__version__)
     assert publisher is not None
     publisher.start(current().engine)

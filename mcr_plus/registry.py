@@ -16,10 +16,11 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from mcr_plus.errors import Unsupported, unknown
 
+T = TypeVar("T")
 STAGES: dict[str, object] = {
     "fuse": "mcr_plus.fusion.stage:FuseStage",
     "hierarchical": "mcr_plus.hierarchy.stage:HierarchicalStage",
@@ -81,14 +82,9 @@ TABLE_FORMATS: dict[str, object] = {
 OBSERVE: str = "mcr_plus.observe.options:observe_options"
 """Function that returns the options under `observe:`, by name, because `config` may not import `observe`."""
 REGISTRIES: dict[str, dict[str, object]] = {
-    "stages": STAGES,
-    "codecs": CODECS,
-    "backends": BACKENDS,
-    "hooks": HOOKS,
-    "wrappers": WRAPPERS,
-    "sinks": SINKS,
-    "table_formats": TABLE_FORMATS,
-}
+    "stages": STAGES, "codecs": CODECS, "backends": BACKENDS, "hooks": HOOKS, "wrappers": WRAPPERS,
+    "sinks": SINKS, "table_formats": TABLE_FORMATS,
+}  # fmt: skip
 
 _found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # by kind; see refresh()
 _installed = cache(importlib.metadata.entry_points)  # of all groups: each call reads all distributions
@@ -117,6 +113,14 @@ def get(kind: str, name: str) -> object:
     if name not in points:
         raise Unsupported(unknown(label(kind), name, names(kind)))
     return _load(points[name])
+
+
+def checked(kind: str, name: str, expected: type[T]) -> T:
+    """Return the result of `get`; raise `Unsupported` also if it is not an object of the expected class."""
+    found = get(kind, name)
+    if not isinstance(found, expected):
+        raise Unsupported(f"{label(kind)} {name!r} is {found!r}; expected a {expected.__name__}")
+    return found
 
 
 def installed(kind: str) -> list[object]:

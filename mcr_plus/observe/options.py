@@ -59,10 +59,10 @@ def _with_sinks(names: tuple[str, ...]) -> type[ObserveOptions]:
 
 
 def _checked(name: str, value: object) -> object:
-    from mcr_plus.observe.sinks import sink_option
+    from mcr_plus.observe.sinks import SinkOption
 
     try:
-        return None if value is None else sink_option(name).check(value)
+        return None if value is None else registry.checked("sinks", name, SinkOption).check(value)
     except Unsupported as error:
         raise ValueError(str(error)) from None
 

@@ -85,15 +85,12 @@ def _silent(name: str) -> Iterator[None]:
 
 def _url(value: object) -> object:
     try:
-        parts = urlsplit(value) if isinstance(value, str) else None
-        is_url = (
-            parts is not None and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        )
+        parts = urlsplit(value if isinstance(value, str) else "")
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return value
     except ValueError:  # not a port number
-        is_url = False
-    if not is_url:
-        raise ValueError(f"expected a URL such as http://localhost:4318, got {short(value)}")
-    return value
+        pass
+    raise ValueError(f"expected a URL such as http://localhost:4318, got {short(value)}")
 
 
 def _open(url: str, rank: int, local: int) -> Otlp:  # noqa: ARG001 - as of all sinks

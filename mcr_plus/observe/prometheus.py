@@ -95,9 +95,8 @@ def _registry() -> tuple[_Collector, CollectorRegistry]:
 
 
 def _file_or_port(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool) and value in _PORTS:
-        return value
-    if isinstance(value, str) and value.endswith(".prom") and "\0" not in value:
+    is_port = isinstance(value, int) and not isinstance(value, bool) and value in _PORTS
+    if is_port or (isinstance(value, str) and value.endswith(".prom") and "\0" not in value):
         return value
     raise ValueError(
         f"expected a file that ends with .prom, as node_exporter reads no others, or a port from 1 to 65535, "
@@ -107,18 +106,15 @@ def _file_or_port(value: object) -> object:
 
 def _open(target: str | int, rank: int, local: int) -> Sink:
     require("prometheus_client", "prometheus-client")
-    if isinstance(target, str):
-        path = Path(target)
-        path = path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
-        try:
-            return TextFile(path)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot write {str(path)!r}: {error.strerror}") from None
-    port = target + local
     try:
-        return Port(port)
+        if isinstance(target, int):
+            action = f"listen on port {target + local} of {LOOPBACK}"
+            return Port(target + local)
+        path = Path(target).with_stem(f"{Path(target).stem}_rank{rank}")
+        action = f"write {str(path)!r}"
+        return TextFile(path)
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen on port {port} of {LOOPBACK}: {error.strerror}") from None
+        raise OSError(error.errno, f"cannot {action}: {error.strerror}") from None
 
 
 PROMETHEUS: Final = SinkOption(_file_or_port, _open)

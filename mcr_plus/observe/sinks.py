@@ -48,14 +48,6 @@ class SinkOption(NamedTuple):
     open: Callable[[Any, int, int], Sink]
 
 
-def sink_option(name: str) -> SinkOption:
-    """Return the option of a name; raise `Unsupported` if the registry has no such option there."""
-    option = registry.get("sinks", name)
-    if not isinstance(option, SinkOption):
-        raise Unsupported(f"{name!r} is registered as {option!r}; expected a SinkOption")
-    return option
-
-
 def require(module: str, package: str) -> None:
     """Raise `Unsupported` if a package of the extra `metrics` is not installed."""
     try:
@@ -76,7 +68,7 @@ def open_sinks(targets: Mapping[str, object], *, rank: int, local: int) -> list[
     name = ""
     try:
         for name, target in targets.items():
-            sinks.append(sink_option(name).open(target, rank, local))
+            sinks.append(registry.checked("sinks", name, SinkOption).open(target, rank, local))
     except (OSError, OverflowError, Unsupported) as error:
         for sink in sinks:
             sink.close()

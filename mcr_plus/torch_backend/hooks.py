@@ -49,17 +49,13 @@ _OPERATIONS: Final = {
     "_reduce_scatter_base": ("REDUCE_SCATTER_BASE", "input", "output"),
     "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "inputs", "outputs"),
     "reduce_scatter_tensor_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "inputs", "outputs"),
-    "all_gather_single": ("ALLGATHER_BASE", "input", "output"),
-    "_allgather_base": ("ALLGATHER_BASE", "input", "output"),
+    **dict.fromkeys(("all_gather_single", "_allgather_base"), ("ALLGATHER_BASE", "input", "output")),
     "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "inputs", "outputs"),
     "allgather_into_tensor_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "inputs", "outputs"),
     "allgather_coalesced": ("ALLGATHER_COALESCED", "inputs", "output_lists"),
-    "gather_single": ("GATHER", "input", "output"),
-    "gather_into_tensor": ("GATHER", "input", "output"),
-    "all_to_all_single": ("ALLTOALL_BASE", "input", "output"),
-    "alltoall_base": ("ALLTOALL_BASE", "input", "output"),
-    "recv_anysource": ("RECV", "", "tensors"),
-    "recvAnysource": ("RECV", "", "tensors"),
+    **dict.fromkeys(("gather_single", "gather_into_tensor"), ("GATHER", "input", "output")),
+    **dict.fromkeys(("all_to_all_single", "alltoall_base"), ("ALLTOALL_BASE", "input", "output")),
+    **dict.fromkeys(("recv_anysource", "recvAnysource"), ("RECV", "", "tensors")),
 }
 """Method → its name in torch's hooks, and its parameters that hold inputs and outputs."""
 _ROOTED: Final = frozenset(row.c10d.upper() for row in COLLECTIVES.values() if row.rooted)

@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_OP_TYPES: Final = {
+_OP_TYPES: Final[dict[str, int]] = {
     **{kind: collective(kind).op_type for kind in KINDS},
-    "all_to_all_v": 10,
-    "all_reduce_coalesced": 2,
-    "all_gather_coalesced": 20,
-    "reduce_scatter_coalesced": 19,
-    "coalesced": 17,
-}
+    "all_to_all_v": 10, "all_reduce_coalesced": 2, "all_gather_coalesced": 20,
+    "reduce_scatter_coalesced": 19, "coalesced": 17,
+}  # fmt: skip
 """Numbers of c10d's `OpType`."""
 _COALESCED: Final = 17
 _UNKNOWN: Final = 100

@@ -139,11 +139,13 @@ def test_sizes_are_ranges_in_powers_of_1024() -> None:
 def test_options_are_kept_and_decide_nothing() -> None:
     text = "version: 1\nobserve: {prometheus: job.prom, otlp: 'http://localhost:4318', every: 500ms}\n"
     config = loads(text)
-    assert config.observe == observe_options()(prometheus="job.prom", otlp="http://localhost:4318", every=0.5)
+    expected = {"prometheus": "job.prom", "otlp": "http://localhost:4318", "every": 0.5}
+    assert config.observe == observe_options().model_validate(expected)
     assert load(dump(config)) == config
     assert load(dump(config, units=True)) == config
     assert fingerprint(config) == fingerprint(loads("version: 1"))
-    assert loads("version: 1\nobserve: {prometheus: 9400}").observe == observe_options()(prometheus=9400)
+    port = observe_options().model_validate({"prometheus": 9400})
+    assert loads("version: 1\nobserve: {prometheus: 9400}").observe == port
 
 
 @pytest.mark.parametrize(

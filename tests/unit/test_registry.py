@@ -116,7 +116,7 @@ def test_a_sink_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for written, message in {
         "mine: 3": r"^x:2: observe\.mine: expected an even number, got 3$",
         "mime: 4": r"^x:2: observe\.mime: unknown key 'mime'; known: .*mine, otlp,.* mean 'mine'\?$",
-        "bad: 1": r"^x:2: observe\.bad: 'bad' is registered as <function even .*; expected a SinkOption$",
+        "bad: 1": r"^x:2: observe\.bad: sink 'bad' is <function even .*; expected a SinkOption$",
     }.items():
         with pytest.raises(ConfigError, match=message):
             loads(f"version: 1\nobserve: {{{written}}}\n", "x")
@@ -142,7 +142,7 @@ def test_a_format_of_tables_of_another_package(tmp_path: Path, monkeypatch: pyte
     found = " ".join(answer.stderr.replace("│", " ").split())
     assert "--format: unknown table format 'mime'; known: bad, mine, nccl-csv," in found
     assert "did you mean 'mine'?" in found
-    with pytest.raises(InvalidArgument, match=r"'bad' is registered as .* expected a TableFormat"):
+    with pytest.raises(InvalidArgument, match=r"table format 'bad' is .* expected a TableFormat"):
         import_("bad", "")
 
 

@@ -66,12 +66,9 @@ def summary(format: str, table: Table) -> list[str]:
 def table_format(name: str) -> TableFormat:
     """Return the format of a name; raise `InvalidArgument` if the registry has none there."""
     try:
-        found = registry.get("table_formats", name)
+        return registry.checked("table_formats", name, TableFormat)
     except Unsupported as error:
         raise InvalidArgument(f"format: {error}") from None
-    if not isinstance(found, TableFormat):
-        raise InvalidArgument(f"format: {name!r} is registered as {found!r}; expected a TableFormat")
-    return found
 
 
 def _backend(name: str | None, format: TableFormat) -> str:

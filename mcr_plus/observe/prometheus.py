@@ -106,14 +106,12 @@ def _file_or_port(value: object) -> object:
 
 def _open(target: str | int, rank: int, local: int) -> Sink:
     require("prometheus_client", "prometheus-client")
+    port = target + local if isinstance(target, int) else 0
+    path = None if isinstance(target, int) else Path(target).with_stem(f"{Path(target).stem}_rank{rank}")
     try:
-        if isinstance(target, int):
-            action = f"listen on port {target + local} of {LOOPBACK}"
-            return Port(target + local)
-        path = Path(target).with_stem(f"{Path(target).stem}_rank{rank}")
-        action = f"write {str(path)!r}"
-        return TextFile(path)
+        return TextFile(path) if path else Port(port)
     except OSError as error:
+        action = f"write {str(path)!r}" if path else f"listen on port {port} of {LOOPBACK}"
         raise OSError(error.errno, f"cannot {action}: {error.strerror}") from None
 
 

@@ -33,7 +33,7 @@ from harness import HARDWARE, MCR_PLUS, Dated, Hardware, Rounds
 import mcr_plus as mcr
 from mcr_plus.engine import operation
 from mcr_plus.job.init import current
-from mcr_plus.observe.options import ObserveOptions
+from mcr_plus.observe.options import observe_options
 from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.observe.record import Record
 from mcr_plus.observe.record_file import file_of, save_recording
@@ -52,7 +52,7 @@ KINDS: Final = (
 @contextmanager
 def published(folder: Path) -> Iterator[None]:
     """Metrics in a file, while the block runs."""
-    options = ObserveOptions(prometheus=str(folder / "job.prom"), every=1.0)
+    options = observe_options().model_validate({"prometheus": str(folder / "job.prom"), "every": 1.0})
     publisher = open_publisher(options, current().world, mcr.__version__)
     assert publisher is not None
     publisher.start(current().engine)

@@ -70,7 +70,7 @@ class PayloadExchange:
             )
         # A broadcast is an all_gather to which only the root contributes. If receivers of a scatter may ask
         # for all values, its lengths are an all_to_all, which carries their requests to the root.
-        self._asks = codec.traits.keeps_received and plain_kind(kind) == "scatter"
+        self._asks = codec.traits.keeps_received and row.divides
         if not self._fixed:
             of_lengths = "all_to_all" if self._asks else "all_gather" if self._in_place else plain_kind(kind)
             has_root = not (self._in_place or self._asks)

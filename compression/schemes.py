@@ -24,7 +24,7 @@ from mcr_plus.compression.codec import MOVED, Codec, PayloadCodec
 from mcr_plus.compression.payloads import PayloadExchange
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.core.buffers import Lease, Pool
-from mcr_plus.core.kinds import VECTOR, collective, dtype_name, plain_kind
+from mcr_plus.core.kinds import VECTOR, collective, dtype_name
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import BackendError
@@ -259,7 +259,7 @@ class RelayScheme(Scheme):
 
         own, refused = self._own, list[BackendError]()
         # The root's own part is not needed by other ranks, so it is copied without encoding.
-        stays = own if self.keeps and plain_kind(self.signature.kind) == "scatter" else None
+        stays = own if self.keeps and collective(self.signature.kind).divides else None
 
         def write(index: int, wire: torch.Tensor) -> int:
             if index == stays:

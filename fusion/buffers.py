@@ -135,7 +135,7 @@ def join(
     `steps`: distances in elements between the beginnings of consecutive tensors; gaps are zeroed.
     """
     if out.is_cpu:
-        _pack().gather(tensors, numels, out, rows, steps)
+        _pack().join(tensors, numels, out, rows, steps)
         return
     parts = [tensor.view(rows, -1) for tensor in tensors]
     if steps is not numels:
@@ -153,7 +153,7 @@ def split(
 ) -> None:
     """Split part r of `whole` into part r of every output: the reverse of `join`."""
     if whole.is_cpu:
-        _pack().scatter(whole, numels, outputs, rows, steps)
+        _pack().split(whole, numels, outputs, rows, steps)
         return
     with torch.inference_mode():  # else outputs created in inference mode cannot be written
         parts = [tensor.view(rows, -1) for tensor in outputs]

@@ -1,4 +1,4 @@
-"""Gather the parts of many tensors into one buffer, and scatter them again, on the host.
+"""Join the parts of many tensors in one buffer, and split them again, on the host.
 
 torch's own `cat` and `split_with_sizes_copy` want a view of every tensor that is not flat, which costs more
 than copying it; here a tensor is an address.
@@ -23,7 +23,7 @@ _memset: Any = _numba.types.ExternalFunction("memset", _WORD(_WORD, _numba.types
 
 
 @compiled
-def _gather(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
+def _join(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
     length, at = steps.sum(), whole
     for i in range(parts.size):
         for row in range(rows):
@@ -34,7 +34,7 @@ def _gather(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _scatter(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
+def _split(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
     length, at = steps.sum(), whole
     for i in range(parts.size):
         for row in range(rows):
@@ -43,13 +43,13 @@ def _scatter(parts, sizes, steps, rows, whole):  # type: ignore[no-untyped-def]
 
 
 def prepare() -> None:
-    """Compile, or load from disk, the kernels of `gather` and `scatter`."""
+    """Compile, or load from disk, the kernels of `join` and `split`."""
     with preparing("fused buffers"):
-        for function in (_gather, _scatter):
+        for function in (_join, _split):
             function.compile((*[_WORD[::1]] * 3, _WORD, _WORD))
 
 
-def gather(
+def join(
     tensors: Sequence[torch.Tensor],
     sizes: Sequence[int],
     whole: torch.Tensor,
@@ -65,18 +65,18 @@ def gather(
         rows: how many parts each tensor has.
         steps: elements from the beginning of each to that of the next, None for `sizes`; gaps become zero.
     """
-    _gather(*_addresses(tensors, sizes, steps, whole.element_size()), rows, whole.data_ptr())
+    _join(*_addresses(tensors, sizes, steps, whole.element_size()), rows, whole.data_ptr())
 
 
-def scatter(
+def split(
     whole: torch.Tensor,
     sizes: Sequence[int],
     tensors: Sequence[torch.Tensor],
     rows: int,
     steps: Sequence[int] | None = None,
 ) -> None:
-    """The reverse of `gather`; gaps are left out."""
-    _scatter(*_addresses(tensors, sizes, steps, whole.element_size()), rows, whole.data_ptr())
+    """The reverse of `join`; gaps are left out."""
+    _split(*_addresses(tensors, sizes, steps, whole.element_size()), rows, whole.data_ptr())
 
 
 def _addresses(

@@ -1,4 +1,4 @@
-"""Registry of stages, codecs and backends by name: one dict per kind, plus entry points of other packages.
+"""Registry of exchangeable parts by name: one dict per kind, plus entry points of other packages.
 
 Another package adds to a kind through the entry point group of that kind:
 
@@ -15,10 +15,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from mcr_plus.errors import Unsupported, unknown
 
+T = TypeVar("T")
 STAGES: dict[str, object] = {
     "fuse": "mcr_plus.fusion.stage:FuseStage",
     "hierarchical": "mcr_plus.hierarchy.stage:HierarchicalStage",
@@ -65,17 +67,27 @@ WRAPPERS: dict[str, object] = {
     "verify": "mcr_plus.reliability.verify.opening:open_verification",
 }
 """Functions that wrap library channels in groups with their option, see `mcr_plus.engine.channel_wrapper`."""
-OBSERVE: str = "mcr_plus.observe.options:ObserveOptions"
-"""Options under `observe:` of a configuration, by name, because `config` may not import `observe`."""
-REGISTRIES: dict[str, dict[str, object]] = {
-    "stages": STAGES,
-    "codecs": CODECS,
-    "backends": BACKENDS,
-    "hooks": HOOKS,
-    "wrappers": WRAPPERS,
+SINKS: dict[str, object] = {
+    "prometheus": "mcr_plus.observe.prometheus:PROMETHEUS",
+    "otlp": "mcr_plus.observe.otlp:OTLP",
 }
+"""Options under `observe:` that open a sink for metrics, see `mcr_plus.observe.sinks.SinkOption`."""
+TABLE_FORMATS: dict[str, object] = {
+    "nccl-csv": "mcr_plus.tables.interchange.nccl:FORMAT",
+    "openmpi": "mcr_plus.tables.interchange.openmpi:FORMAT",
+    "ucc": "mcr_plus.tables.interchange.ucc:FORMAT",
+    "oneccl": "mcr_plus.tables.interchange.oneccl:FORMAT",
+}
+"""Other libraries' formats of tables, see `mcr_plus.tables.interchange.exchange.TableFormat`."""
+OBSERVE: str = "mcr_plus.observe.options:observe_options"
+"""Function that returns the options under `observe:`, by name, because `config` may not import `observe`."""
+REGISTRIES: dict[str, dict[str, object]] = {
+    "stages": STAGES, "codecs": CODECS, "backends": BACKENDS, "hooks": HOOKS, "wrappers": WRAPPERS,
+    "sinks": SINKS, "table_formats": TABLE_FORMATS,
+}  # fmt: skip
 
-_found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # read once per kind; see refresh()
+_found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # by kind; see refresh()
+_installed = cache(importlib.metadata.entry_points)  # of all groups: each call reads all distributions
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -99,8 +111,16 @@ def get(kind: str, name: str) -> object:
         return _import(kind, name, entry) if isinstance(entry, str) else entry
     points = _entry_points(kind)
     if name not in points:
-        raise Unsupported(unknown(kind[:-1], name, names(kind)))
+        raise Unsupported(unknown(label(kind), name, names(kind)))
     return _load(points[name])
+
+
+def checked(kind: str, name: str, expected: type[T]) -> T:
+    """Return the result of `get`; raise `Unsupported` also if it is not an object of the expected class."""
+    found = get(kind, name)
+    if not isinstance(found, expected):
+        raise Unsupported(f"{label(kind)} {name!r} is {found!r}; expected a {expected.__name__}")
+    return found
 
 
 def installed(kind: str) -> list[object]:
@@ -111,7 +131,8 @@ def installed(kind: str) -> list[object]:
 
 def observe_options() -> Any:
     """Return the pydantic model of the options under `observe:`; None if `observe/` is not installed."""
-    return _import("observer", "observe", OBSERVE) if _is_here(OBSERVE) else None
+    model: Any = _import("observer", "observe", OBSERVE) if _is_here(OBSERVE) else None
+    return model and model()
 
 
 def _is_here(reference: object) -> bool:
@@ -131,12 +152,15 @@ def register(kind: str, name: str, obj: object) -> None:
     if taken is None:
         registry[name] = obj
     elif not (isinstance(taken, str) and taken == obj) and get(kind, name) is not obj:
-        raise Unsupported(f"the {kind[:-1]} name {name!r} is taken by {taken!r}; choose another for {obj!r}")
+        raise Unsupported(
+            f"the {label(kind)} name {name!r} is taken by {taken!r}; choose another for {obj!r}"
+        )
 
 
 def refresh() -> None:
     """Forget the entry points, so that the next look-up reads them again from the installed packages."""
     _found.clear()
+    _installed.cache_clear()
 
 
 def _registry(kind: str) -> dict[str, object]:
@@ -147,8 +171,7 @@ def _registry(kind: str) -> dict[str, object]:
 
 def _entry_points(kind: str) -> dict[str, importlib.metadata.EntryPoint]:
     if kind not in _found:
-        group = f"mcr_plus.{kind}"
-        _found[kind] = _by_name(kind, importlib.metadata.entry_points(group=group))
+        _found[kind] = _by_name(kind, _installed().select(group=f"mcr_plus.{kind}"))
     return _found[kind]
 
 
@@ -181,9 +204,14 @@ def _import(kind: str, name: str, reference: str) -> object:
     try:
         loaded: object = getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        what = f"{kind.removesuffix('s')} {name!r} ({reference}) cannot be loaded"
+        what = f"{label(kind)} {name!r} ({reference}) cannot be loaded"
         raise Unsupported(f"{what}: {type(error).__name__}: {error}") from error
     return loaded
+
+
+def label(kind: str) -> str:
+    """Return a kind's name in messages: `table format` for `table_formats`."""
+    return kind.removesuffix("s").replace("_", " ")
 
 
 def _describe(point: importlib.metadata.EntryPoint) -> str:

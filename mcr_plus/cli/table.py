@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mcr_plus import registry
 from mcr_plus.cli.output import print_error, print_json, print_table, print_written, rule_count
+from mcr_plus.errors import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,15 +31,7 @@ class PreferChoice(str, Enum):
     last = "last"
 
 
-class FormatChoice(str, Enum):
-    """Values of `--format`."""
-
-    nccl_csv = "nccl-csv"
-    openmpi = "openmpi"
-    ucc = "ucc"
-    oneccl = "oneccl"
-
-
+_FORMATS = "|".join(registry.names("table_formats"))
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; stdout by default.")]
 Backend = Annotated[str | None, typer.Option(help="The backend of the rules.")]
 TableFile = Annotated[Path, typer.Argument(metavar="TABLE", help="A table file.")]
@@ -107,7 +101,7 @@ def show(table: TableFile) -> None:
 @app.command()
 def export(
     table: TableFile,
-    format: Annotated[FormatChoice, typer.Option(help="The format to write.")] = ...,  # type: ignore[assignment]  # required
+    format: Annotated[str, typer.Option(metavar=_FORMATS, help="The format to write.")] = ...,  # type: ignore[assignment]  # required
     output: Output = None,
     backend: Backend = None,
 ) -> None:
@@ -121,33 +115,32 @@ def export(
     from mcr_plus.tables.interchange.exchange import facts_without_place
     from mcr_plus.tables.table import load_table
 
-    backend = _known_backend(backend)
+    _known("--format", "table_formats", format)
+    backend = backend and _known("--backend", "backends", backend)
     loaded = load_table(table)
-    text, lost = export_table(format.value, loaded, backend=backend)
+    text, lost = export_table(format, loaded, backend=backend)
     if is_empty(text):
-        print_error(
-            f"{table}: nothing can be exported as {format.value}: {_why_nothing(loaded, format, backend)}"
-        )
+        print_error(f"{table}: nothing can be exported as {format}: {_why_nothing(loaded, format, backend)}")
         raise typer.Exit(_FAILED)
     _report("not exported", lost)
     if output is None:
         print(text, end="")
     else:
         write_text(output, text)
-        print_written(output, f"{format.value} of {table}")
+        print_written(output, f"{format} of {table}")
     of_rules = len(lost) - sum(1 for _ in facts_without_place(loaded))
     if of_rules:
         lines = "line" if of_rules == 1 else f"{of_rules} lines"
-        print_error(f"{table}: not all of its rules can be exported as {format.value}: see the {lines} above")
+        print_error(f"{table}: not all of its rules can be exported as {format}: see the {lines} above")
         raise typer.Exit(_FAILED)
 
 
-def _why_nothing(table: Table, format: FormatChoice, backend: str | None) -> str:
+def _why_nothing(table: Table, format: str, backend: str | None) -> str:
     """Return a summary of the reasons why a format can express none of the rules."""
-    from mcr_plus.tables.interchange import FORMATS
+    from mcr_plus.tables.interchange import table_format
     from mcr_plus.tables.table import BUILT_IN
 
-    exported = backend or FORMATS[format.value].backend
+    exported = backend or table_format(format).backend
     choices = [rule.backend.partition(":") for rule in table.rules]
     others = [name for name, _, _ in choices if name not in (exported, BUILT_IN)]
     algorithms = [algorithm for name, _, algorithm in choices if name == exported]
@@ -164,7 +157,7 @@ def _why_nothing(table: Table, format: FormatChoice, backend: str | None) -> str
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of another library.")],
-    format: Annotated[FormatChoice, typer.Option(help="Its format.")] = ...,  # type: ignore[assignment]  # required
+    format: Annotated[str, typer.Option(metavar=_FORMATS, help="Its format.")] = ...,  # type: ignore[assignment]  # required
     output: Output = None,
     backend: Backend = None,
 ) -> None:
@@ -174,25 +167,23 @@ def import_(
     from mcr_plus.tables.interchange import import_ as import_table
     from mcr_plus.tables.interchange import summary
 
-    backend = _known_backend(backend)
+    _known("--format", "table_formats", format)
+    backend = backend and _known("--backend", "backends", backend)
     try:
         text = read_bytes(file, str(file)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}:1: not UTF-8 at byte {error.start}; expected text") from None
-    table, lost = import_table(format.value, text, str(file), backend=backend)
+    table, lost = import_table(format, text, str(file), backend=backend)
     _report("not imported", lost)
-    _report("imported", summary(format.value, table))
-    _write(table, output, comment=[f"imported from {file.name} ({format.value})"])
+    _report("imported", summary(format, table))
+    _write(table, output, comment=[f"imported from {file.name} ({format})"])
 
 
-def _known_backend(name: str | None) -> str | None:
-    from mcr_plus import registry
-    from mcr_plus.config.names import stored_backend
-    from mcr_plus.errors import unknown
-
-    known, name = registry.names("backends"), stored_backend(name)
-    if name is not None and name not in known:
-        raise typer.BadParameter(unknown("backend", name, known), param_hint="--backend")
+def _known(option: str, kind: str, name: str) -> str:
+    """Return the stored name of an option's value; raise `BadParameter` if the registry lacks it."""
+    known, name = registry.names(kind), registry.stored_name(kind, name)
+    if name not in known:
+        raise typer.BadParameter(unknown(registry.label(kind), name, known), param_hint=option)
     return name
 
 

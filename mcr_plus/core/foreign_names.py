@@ -122,8 +122,24 @@ _OF_MODULES: Final[Mapping[str, str | None]] = {
     "reduce_scatter_single_autograd": "autograd.reduce_scatter",
     "reduce_scatter_tensor_autograd": "autograd.reduce_scatter",
 }  # fmt: skip
+_HOROVOD: Final = {
+    "all_reduce": "allreduce", "all_reduce_coalesced": "grouped_allreduce",
+    **dict.fromkeys(("all_gather", "all_gather_into_tensor", "all_gather_v"), "allgather"),
+    "all_gather_coalesced": "grouped_allgather", "all_gather_object": "allgather_object",
+    **dict.fromkeys(("all_to_all", "all_to_all_single"), "alltoall"),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_v"), "reducescatter"),
+    "reduce_scatter_coalesced": "grouped_reducescatter", "broadcast": "broadcast", "barrier": "barrier",
+    "broadcast_object": "broadcast_object", "broadcast_parameters": "broadcast_parameters",
+    "get_rank": "rank", "get_world_size": "size", "init": "init", "finalize": "shutdown",
+    "new_group": "add_process_set", "world": "global_process_set", "Communicator": "ProcessSet",
+    "wrap": "DistributedOptimizer", "AVG": "Average", "SUM": "Sum", "McrError": "HorovodInternalError",
+    "record": "start_timeline",
+}  # fmt: skip
+"""Our names and Horovod's."""
 OF_HOROVOD: Final[Mapping[str, str | None]] = {
     **_OF_ALL_MODULES,
+    **{name.casefold(): theirs for name, theirs in _HOROVOD.items()},
+    **{name: _HOROVOD[ours] for name, ours in _OF_MODULES.items() if ours in _HOROVOD},
     **dict.fromkeys(("alltoalloptions", "ranktype")),
     **dict.fromkeys(
         ("alreadyinitialized", "batch_isend_irecv", "gather", "gather_v", "irecv", "isend", "local",
@@ -131,60 +147,18 @@ OF_HOROVOD: Final[Mapping[str, str | None]] = {
         "mcr_plus has it",
     ),
     **dict.fromkeys(("get_global_rank", "get_group_rank"), "a process set has `ranks`, those of the job"),
-    **dict.fromkeys(("all_reduce", "allreduce_sparse", "inference_all_reduce"), "allreduce"),
-    **dict.fromkeys(
-        ("_all_gather_base", "all_gather", "all_gather_base", "all_gather_into_tensor", "all_gather_list",
-         "all_gather_single", "all_gather_tensor", "all_gather_v", "allgatherv", "gather_for_metrics"),
-        "allgather",
-    ),
-    **dict.fromkeys(("all_gather_object", "gather_object"), "allgather_object"),
-    **dict.fromkeys(
-        ("all_to_all", "all_to_all_single", "all_to_all_v", "alltoall_base", "alltoall_single", "alltoallv",
-         "alltoallw"), "alltoall",
-    ),
-    **dict.fromkeys(
-        ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_block",
-         "reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter_v"), "reducescatter",
-    ),
-    **dict.fromkeys(("all_reduce_coalesced", "allreduce_coalesced"), "grouped_allreduce"),
-    **dict.fromkeys(
-        ("all_gather_coalesced", "all_gather_into_tensor_coalesced", "allgather_coalesced"),
-        "grouped_allgather",
-    ),
-    **dict.fromkeys(
-        ("reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced"), "grouped_reducescatter"
-    ),
+    "allreduce_sparse": "allreduce", "alltoall_single": "alltoall",
+    "allreduce_coalesced": "grouped_allreduce", "allgather_coalesced": "grouped_allgather",
     **{f"i{name}": f"{name}_async" for name in ("allgather", "allreduce", "alltoall")},
-    "bcast": "broadcast", "ibcast": "broadcast_async", "broadcast_object_list": "broadcast_object",
-    **dict.fromkeys(("monitored_barrier", "wait_for_everyone"), "barrier"),
-    **dict.fromkeys(
-        ("broadcast_global_variables", "broadcast_model", "broadcast_variables", "broadcast_weights"),
-        "broadcast_parameters",
-    ),
-    **dict.fromkeys(("comm_rank", "get_rank", "is_main_process", "is_master", "process_index"), "rank"),
-    **dict.fromkeys(
-        ("comm_size", "get_num_ranks", "get_size", "get_world_size", "num_processes", "num_ranks",
-         "rank_size", "world_size"), "size",
-    ),
+    **dict.fromkeys(("broadcast_global_variables", "broadcast_variables"), "broadcast_parameters"),
+    "ibcast": "broadcast_async", "world_size": "size",
     **dict.fromkeys(("get_local_rank", "get_node_local_rank", "local_process_index"), "local_rank"),
     **dict.fromkeys(("get_local_size", "get_local_world_size", "local_world_size"), "local_size"),
     **dict.fromkeys(("get_node_rank", "node_rank"), "cross_rank"),
-    **dict.fromkeys(("init_distributed", "init_process_group", "init_thread", "initialize"), "init"),
-    **dict.fromkeys(("cleanup", "destroy", "destroy_process_group", "finalize"), "shutdown"),
     **dict.fromkeys(("wait", "wait_all", "waitall"), "synchronize"),
     **dict.fromkeys(("is_completed", "test"), "poll"),
-    **dict.fromkeys(
-        ("ddp", "distributeddataparallel", "distributedgradienttape", "wrap"), "DistributedOptimizer"
-    ),
-    **dict.fromkeys(
-        ("create_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split",
-         "split_group"), "add_process_set",
-    ),
-    **dict.fromkeys(("comm_world", "get_world_group", "group", "world"), "global_process_set"),
-    **dict.fromkeys(("comm", "communicator", "processgroup"), "ProcessSet"),
-    **dict.fromkeys(("avg", "mean"), "Average"), **dict.fromkeys(("reduce_op", "reduceop"), "Sum"),
-    **dict.fromkeys(("disterror", "mcrerror"), "HorovodInternalError"), "record": "start_timeline",
-    "elastic": "programs that use it call mcr_plus.elastic instead", "prod": "Product",
+    "distributedgradienttape": "DistributedOptimizer", "comm_world": "global_process_set",
+    "avg": "Average", "elastic": "programs that use it call mcr_plus.elastic instead", "prod": "Product",
 }  # fmt: skip
 OF_COMMUNICATORS: Final = {
     **_OPERATIONS,

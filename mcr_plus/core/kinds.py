@@ -50,9 +50,11 @@ class Collective:
         rooted: the call names one rank. reduces: the call takes a reduce op.
         in_place: the input is the output. same_result: all ranks hold equal tensors afterwards.
         bus_factor: busbw / algbw on n ranks (nccl-tests, doc/PERFORMANCE.md).
-        msccl: name in algorithm files; empty if they cannot describe it.
+        msccl: name in algorithm files, where the result follows from the other columns; empty otherwise.
         mpi: name of the MPI call, after `MPI_` and without its `I`; empty without an equivalent.
+        nccl: name of the NCCL function, after `nccl`; empty without an equivalent.
         torch: the function of `torch.distributed` on a tensor in and a tensor out.
+        op_type: number of c10d's `OpType`, whose names are not available in Python.
         vector: the kind's form with sizes that differ between ranks; empty without one.
     """
 
@@ -68,7 +70,9 @@ class Collective:
     bus_factor: Callable[[int], float] = _one
     msccl: str = ""
     mpi: str = ""
+    nccl: str = ""
     torch: str = ""
+    op_type: int = 100
     vector: Kind | None = None
 
     def buffers(self, *, root: bool = True) -> tuple[Parts, Parts]:
@@ -88,6 +92,16 @@ class Collective:
         """True if the payload belongs to all ranks together, so that each rank has one part of it."""
         return "each" in (self.sends, self.receives)
 
+    @property
+    def c10d(self) -> str:
+        """Method of c10d's `ProcessGroup` on lists of tensors; in capitals, its name in hooks."""
+        return self.kind.replace("all_", "all").replace("to_", "to")
+
+    @property
+    def divides(self) -> bool:
+        """True if each rank receives one part of an input that has a part for each rank."""
+        return (self.sends, self.receives) == ("each", "one")
+
 
 def _by_links(ranks: int) -> float:
     return (ranks - 1) / ranks
@@ -98,39 +112,41 @@ COLLECTIVES: Final[Mapping[str, Collective]] = {
     for row in (
         Collective(
             "all_reduce", reduces=True, in_place=True, same_result=True, msccl="allreduce",
-            bus_factor=lambda n: 2 * _by_links(n), mpi="allreduce", torch="all_reduce",
+            bus_factor=lambda n: 2 * _by_links(n), mpi="allreduce", nccl="AllReduce", torch="all_reduce",
+            op_type=1,
         ),
         Collective(
             "broadcast", sends_elsewhere="none", rooted=True, in_place=True, same_result=True,
-            msccl="broadcast", mpi="bcast", torch="broadcast",
+            msccl="broadcast", mpi="bcast", nccl="Broadcast", torch="broadcast", op_type=0,
         ),
         Collective(
             "reduce", receives_elsewhere="none", rooted=True, reduces=True, in_place=True,
-            msccl="reduce", mpi="reduce", torch="reduce",
+            msccl="reduce", mpi="reduce", nccl="Reduce", torch="reduce", op_type=3,
         ),
         Collective(
             "all_gather", receives="each", same_result=True, bus_factor=_by_links, vector="all_gather_v",
-            msccl="allgather", mpi="allgather", torch="all_gather_into_tensor",
+            msccl="allgather", mpi="allgather", nccl="AllGather", torch="all_gather_into_tensor", op_type=4,
         ),
         Collective(
             "reduce_scatter", sends="each", reduces=True, bus_factor=_by_links, vector="reduce_scatter_v",
-            msccl="reducescatter", mpi="reduce_scatter_block", torch="reduce_scatter_tensor",
+            msccl="reducescatter", mpi="reduce_scatter_block", nccl="ReduceScatter",
+            torch="reduce_scatter_tensor", op_type=9,
         ),
         Collective(
             "all_to_all", sends="each", receives="each", bus_factor=_by_links, vector="all_to_all_v",
-            msccl="alltoall", mpi="alltoall", torch="all_to_all_single",
+            msccl="alltoall", mpi="alltoall", torch="all_to_all_single", op_type=11,
         ),
         Collective(
             "gather", receives="each", receives_elsewhere="none", rooted=True, bus_factor=_by_links,
-            vector="gather_v", msccl="gather", mpi="gather", torch="gather",
+            vector="gather_v", msccl="gather", mpi="gather", torch="gather", op_type=7,
         ),
         Collective(
             "scatter", sends="each", sends_elsewhere="none", rooted=True, bus_factor=_by_links,
-            vector="scatter_v", msccl="scatter", mpi="scatter", torch="scatter",
+            vector="scatter_v", msccl="scatter", mpi="scatter", torch="scatter", op_type=8,
         ),
-        Collective("send", receives="none", mpi="send", torch="isend"),
-        Collective("recv", sends="none", mpi="recv", torch="irecv"),
-        Collective("barrier", sends="none", receives="none", mpi="barrier", torch="barrier"),
+        Collective("send", receives="none", mpi="send", nccl="Send", torch="isend", op_type=12),
+        Collective("recv", sends="none", mpi="recv", nccl="Recv", torch="irecv", op_type=13),
+        Collective("barrier", sends="none", receives="none", mpi="barrier", torch="barrier", op_type=15),
     )
 }  # fmt: skip
 """Rows of all kinds of one size. A vector form has its plain kind's properties, except for sizes."""

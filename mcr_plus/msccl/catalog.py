@@ -146,7 +146,7 @@ def refusal(signature: Signature) -> str:
         return f"algorithm '{name}' has root {algorithm.root}"
     if not _span(algorithm).covers(nbytes):
         return f"algorithm '{name}' is for {_span_words(algorithm)} ({algorithm.file})"
-    if not algorithm.out_of_place and algorithm.collective in ("reducescatter", "scatter"):
+    if not algorithm.out_of_place and kinds.collective(kind).divides:
         return f"algorithm '{name}' works in place only ({algorithm.file})"
     return ""
 

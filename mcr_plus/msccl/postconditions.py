@@ -66,17 +66,12 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> BufferLayout:
     is_root = rank == algorithm.root
     inputs = outputs = whole
     kind, scratch = algorithm.collective, algorithm.programs[rank].scratch
-    if in_place and kind in _ONE_BUFFER:
-        return BufferLayout(inputs, outputs, scratch, 0, 0, whole)
-    if kind in ROWS:
-        length = {"none": 0, "one": part if kind in DIVIDED else whole, "each": whole}
-        inputs, outputs = (length[parts] for parts in ROWS[kind].buffers(root=is_root))
-    if in_place and inputs == whole != outputs:
-        return BufferLayout(inputs, outputs, scratch, 0, rank * part, whole)
-    if in_place and outputs == whole != inputs:
-        return BufferLayout(inputs, outputs, scratch, rank * part, 0, whole)
-    if in_place and inputs == outputs == whole:  # divided, but of one rank: its part is the whole
-        return BufferLayout(inputs, outputs, scratch, 0, 0, whole)
+    if kind in ROWS and not (in_place and kind in _ONE_BUFFER):
+        lengths = {"none": 0, "one": part if kind in DIVIDED else whole, "each": whole}
+        inputs, outputs = (lengths[parts] for parts in ROWS[kind].buffers(root=is_root))
+    if in_place and whole in (inputs, outputs):
+        input_at, output_at = (0 if length == whole else rank * part for length in (inputs, outputs))
+        return BufferLayout(inputs, outputs, scratch, input_at, output_at, whole)
     return BufferLayout(inputs, outputs, scratch, 0, inputs, inputs + outputs)
 
 
@@ -115,7 +110,7 @@ def wanted(algorithm: Algorithm, rank: int, *, in_place: bool) -> dict[int, int]
     """
     everyone, whole = range(algorithm.ranks), algorithm.chunks
     part = whole // algorithm.ranks
-    root, is_root = algorithm.root, rank == algorithm.root
+    root = algorithm.root
 
     def one(origin: int, index: int) -> int:
         return contribution(algorithm, origin, index)
@@ -123,23 +118,13 @@ def wanted(algorithm: Algorithm, rank: int, *, in_place: bool) -> dict[int, int]
     def total(index: int) -> int:
         return sum(one(origin, index) for origin in everyone)
 
-    match algorithm.collective:
-        case "allreduce":
-            return {k: total(k) for k in range(whole)}
-        case "reduce":
-            if not is_root:
-                return {k: one(rank, k) for k in range(whole)} if in_place else {}
-            return {k: total(k) for k in range(whole)}
-        case "reducescatter":
-            return {k: total(rank * part + k) for k in range(part)}
-        case "allgather" | "gather":
-            has_output = is_root or algorithm.collective == "allgather"
-            return {k: one(*divmod(k, part)) for k in range(whole)} if has_output else {}
-        case "alltoall":
-            return {k: one(k // part, rank * part + k % part) for k in range(whole)}
-        case "broadcast":
-            return {k: one(root, k) for k in range(whole)}
-        case "scatter":
-            return {k: one(root, rank * part + k) for k in range(part)}
-        case kind:
-            raise ValueError(f"the result of {kind!r} does not follow from its name")
+    row = ROWS.get(algorithm.collective)
+    if row is None:
+        raise ValueError(f"the result of {algorithm.collective!r} does not follow from its name")
+    if row.buffers(root=rank == root)[1] == "none":
+        return {k: one(rank, k) for k in range(whole)} if in_place and row.in_place else {}
+    first = rank * part if row.sends == "each" else 0  # this rank's part of an input
+    if row.receives == "each":
+        return {k: one(k // part, first + k % part) for k in range(whole)}
+    count = part if row.divides else whole
+    return {k: total(first + k) if row.reduces else one(root, first + k) for k in range(count)}

@@ -43,10 +43,7 @@ MAX_ELEMENTS: Final = 1 << 18
 _CHILD: Final = {"algo": "gpu", "gpu": "tb", "tb": "step"}
 _INTEGER: Final = re.compile(r"-?[0-9]{1,19}")
 _INT64: Final = 1 << 63
-_COLLECTIVES: Final[Mapping[str, str]] = {
-    **{name: name for name in COLLECTIVES},
-    "reduce_scatter": "reducescatter",
-}
+_COLLECTIVES: Final = {name: name for name in COLLECTIVES} | {"reduce_scatter": "reducescatter"}
 _PROTOCOLS: Final = {name: name for name in ("Simple", "LL", "LL128")}
 _OPERATIONS: Final[Mapping[str, Operation]] = {name: name for name in OPERATIONS}
 _SPACES: Final[Mapping[str, Space]] = {name: name for name in SPACES}

@@ -41,8 +41,7 @@ class ObserveHook(JobHook):
     def prepare(self, config: Config, world: World) -> None:
         """Open the files and ports of metrics; see `JobHook`."""
         self.closing()  # the ports of an earlier job may be the same
-        options = observed(config)
-        if options.prometheus is not None or options.otlp is not None:
+        if (options := observed(config)).sinks:
             from mcr_plus.observe.publisher import open_publisher
 
             self._publisher = open_publisher(options, world, package_version())

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
-from urllib.parse import urlsplit
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
+from mcr_plus import registry
 from mcr_plus.config.options import Seconds, StageOptions
 from mcr_plus.core.environment import dump_folder
-from mcr_plus.errors import short
+from mcr_plus.errors import Unsupported
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
 
 MOST: int = 1_000_000
 """Most operations that a group remembers; each takes about a hundred bytes."""
-
-
-_PORTS: Final = range(1, 65536)
-
-
-def _file_or_port(value: object) -> object:
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool) and value in _PORTS:
-        return value
-    if isinstance(value, str) and value.endswith(".prom") and "\0" not in value:
-        return value
-    raise ValueError(
-        f"expected a file that ends with .prom, as node_exporter reads no others, or a port from 1 to 65535, "
-        f"got {short(value)}"
-    )
-
-
-def _url(value: object) -> object:
-    if value is None:
-        return None
-    try:
-        parts = urlsplit(value) if isinstance(value, str) else None
-        is_url = (
-            parts is not None and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        )
-    except ValueError:  # not a port number
-        is_url = False
-    if not is_url:
-        raise ValueError(f"expected a URL such as http://localhost:4318, got {short(value)}")
-    return value
 
 
 class ObserveOptions(StageOptions):
@@ -57,20 +27,44 @@ class ObserveOptions(StageOptions):
 
     `ring`: the number of its last operations that each group remembers.
 
-    `prometheus`: a file for the textfile collector of node_exporter, or a port on loopback. Each rank has its
-    own: its rank is added to the file's name, its rank on the host to the port.
-
-    `otlp`: the URL of an OpenTelemetry collector over HTTP; a URL without a path gets the path of metrics,
-    `/v1/metrics`.
-
     `every`: seconds between two publications of metrics; gauges cover the operations in between.
+
+    `observe_options` adds an option for each sink of the registry.
     """
 
     dump: Annotated[str, Field(min_length=1)] | None = None
     ring: Annotated[int, Field(ge=0, le=MOST)] = 2000
-    prometheus: Annotated[str | int | None, BeforeValidator(_file_or_port)] = None
-    otlp: Annotated[str | None, BeforeValidator(_url)] = None
     every: Annotated[Seconds, Field(ge=0.1)] = 5.0
+
+    @property
+    def sinks(self) -> dict[str, object]:
+        """Values of the options that name sinks, by name."""
+        fixed = ObserveOptions.model_fields
+        return {name: value for name, value in self if name not in fixed and value is not None}
+
+
+def observe_options() -> type[ObserveOptions]:
+    """Return the model of the options under `observe:`, with an option for each sink."""
+    return _with_sinks(registry.names("sinks"))
+
+
+@cache
+def _with_sinks(names: tuple[str, ...]) -> type[ObserveOptions]:
+    if taken := ObserveOptions.model_fields.keys() & names:
+        raise Unsupported(f"a sink has the name of an option under observe: {', '.join(sorted(taken))}")
+    fields: dict[str, Any] = {
+        name: (Annotated[object, BeforeValidator(partial(_checked, name))], None) for name in names
+    }
+    return create_model("ObserveOptions", __base__=ObserveOptions, **fields)
+
+
+def _checked(name: str, value: object) -> object:
+    from mcr_plus.observe.sinks import SinkOption
+
+    try:
+        return None if value is None else registry.checked("sinks", name, SinkOption).check(value)
+    except Unsupported as error:
+        raise ValueError(str(error)) from None
 
 
 def dump_folder_of(config: Config) -> tuple[str | None, str]:

@@ -136,5 +136,5 @@ def open_publisher(options: ObserveOptions, world: World, version: str) -> Publi
     `version`: the version of mcr_plus. Raises `ConfigError` if a sink cannot be opened.
     """
     local = world.hosts[: world.rank].count(world.hosts[world.rank])
-    sinks = open_sinks(options.prometheus, options.otlp, rank=world.rank, local=local)
+    sinks = open_sinks(options.sinks, rank=world.rank, local=local)
     return Publisher(Metrics(world, version=f"mcr_plus {version}", job=slurm_job()), sinks, options.every)

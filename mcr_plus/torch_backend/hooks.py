@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as bindings
 from torch.distributed import distributed_c10d
 
 from mcr_plus.core.c10d import ProcessGroup
+from mcr_plus.core.kinds import COLLECTIVES, Collective
 from mcr_plus.errors import Unsupported
 from mcr_plus.torch_backend.arguments import NAME, rooted
 from mcr_plus.torch_backend.refusals import RefusingGroup
@@ -31,37 +32,33 @@ Hook = Callable[[Any], object]
 _TORCH: Any = bindings  # untyped: older versions lack these members
 _HAS_HOOKS: Final = hasattr(_TORCH, "PreHookArgs")
 
+
+def _parameters(row: Collective) -> tuple[str, str]:
+    """Return the names of the parameters that hold a method's inputs and outputs."""
+    if row.is_shared:
+        return "inputs", "outputs"
+    sends, receives = row.sends != "none", row.receives != "none"
+    return "tensors" * sends, "tensors" * (receives and not sends)
+
+
 _OPERATIONS: Final = {
-    "allreduce": ("ALLREDUCE", "tensors", ""),
+    **{row.c10d: (row.c10d.upper(), *_parameters(row)) for row in COLLECTIVES.values()},
     "allreduce_sparse": ("ALLREDUCE", "tensors", ""),
     "allreduce_coalesced": ("ALLREDUCE_COALESCED", "tensors", ""),
-    "broadcast": ("BROADCAST", "tensors", ""),
-    "reduce": ("REDUCE", "tensors", ""),
-    "reduce_scatter": ("REDUCE_SCATTER", "inputs", "outputs"),
     "reduce_scatter_single": ("REDUCE_SCATTER_BASE", "input", "output"),
     "_reduce_scatter_base": ("REDUCE_SCATTER_BASE", "input", "output"),
     "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "inputs", "outputs"),
     "reduce_scatter_tensor_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "inputs", "outputs"),
-    "allgather": ("ALLGATHER", "inputs", "outputs"),
-    "all_gather_single": ("ALLGATHER_BASE", "input", "output"),
-    "_allgather_base": ("ALLGATHER_BASE", "input", "output"),
+    **dict.fromkeys(("all_gather_single", "_allgather_base"), ("ALLGATHER_BASE", "input", "output")),
     "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "inputs", "outputs"),
     "allgather_into_tensor_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "inputs", "outputs"),
     "allgather_coalesced": ("ALLGATHER_COALESCED", "inputs", "output_lists"),
-    "gather": ("GATHER", "inputs", "outputs"),
-    "gather_single": ("GATHER", "input", "output"),
-    "gather_into_tensor": ("GATHER", "input", "output"),
-    "scatter": ("SCATTER", "inputs", "outputs"),
-    "alltoall": ("ALLTOALL", "inputs", "outputs"),
-    "all_to_all_single": ("ALLTOALL_BASE", "input", "output"),
-    "alltoall_base": ("ALLTOALL_BASE", "input", "output"),
-    "send": ("SEND", "tensors", ""),
-    "recv": ("RECV", "", "tensors"),
-    "recv_anysource": ("RECV", "", "tensors"),
-    "recvAnysource": ("RECV", "", "tensors"),
-    "barrier": ("BARRIER", "", ""),
+    **dict.fromkeys(("gather_single", "gather_into_tensor"), ("GATHER", "input", "output")),
+    **dict.fromkeys(("all_to_all_single", "alltoall_base"), ("ALLTOALL_BASE", "input", "output")),
+    **dict.fromkeys(("recv_anysource", "recvAnysource"), ("RECV", "", "tensors")),
 }
 """Method → its name in torch's hooks, and its parameters that hold inputs and outputs."""
+_ROOTED: Final = frozenset(row.c10d.upper() for row in COLLECTIVES.values() if row.rooted)
 
 
 class HookableGroup(RefusingGroup):
@@ -135,7 +132,7 @@ def _with_hooks(method: str, usual: Callable[..., Any]) -> Callable[..., Any]:
         before = _TORCH.PreHookArgs()
         before.name, before.op_id, before.async_op = name, number, getattr(opts, "asyncOp", True)
         before.input_tensors, before.output_tensors = _tensors(given.get(sent)), _tensors(given.get(received))
-        if operation in ("BROADCAST", "REDUCE", "GATHER", "SCATTER"):
+        if operation in _ROOTED:
             before.root = rooted(opts, given.get("root"))[0]
         else:
             before.root = given.get("dstRank", given.get("srcRank", -1))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.kinds import KINDS, collective
 from mcr_plus.pipeline.dispatch import DispatchStage
 
 if TYPE_CHECKING:
@@ -24,27 +25,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Numbers of c10d's OpType; their names are not available in Python.
-_OP_TYPES: Final = {
-    "broadcast": 0,
-    "all_reduce": 1,
-    "all_reduce_coalesced": 2,
-    "reduce": 3,
-    "all_gather": 4,
-    "all_gather_v": 4,
-    "all_gather_coalesced": 20,
-    "gather": 7,
-    "scatter": 8,
-    "reduce_scatter": 9,
-    "reduce_scatter_v": 9,
-    "reduce_scatter_coalesced": 19,
-    "all_to_all_v": 10,
-    "all_to_all": 11,
-    "send": 12,
-    "recv": 13,
-    "barrier": 15,
-    "coalesced": 17,
-}
+_OP_TYPES: Final[dict[str, int]] = {
+    **{kind: collective(kind).op_type for kind in KINDS},
+    "all_to_all_v": 10, "all_reduce_coalesced": 2, "all_gather_coalesced": 20,
+    "reduce_scatter_coalesced": 19, "coalesced": 17,
+}  # fmt: skip
+"""Numbers of c10d's `OpType`."""
 _COALESCED: Final = 17
 _UNKNOWN: Final = 100
 _NO_BACKWARD: Final = -1

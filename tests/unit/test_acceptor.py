@@ -25,7 +25,7 @@ from mcr_plus.hosts import acceptor as acceptors
 from mcr_plus.hosts.acceptor import Acceptor
 from mcr_plus.hosts.handshake import Handshakes, greeting
 from mcr_plus.hosts.key_replica import ANSWER, GET, REQUEST, SET, KeyReplica
-from mcr_plus.observe import sinks
+from mcr_plus.observe import prometheus
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.weight_sync.source import WeightSource
 
@@ -165,10 +165,10 @@ def test_metrics_are_scraped_beside_strangers_who_do_not_stay(
     said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("prometheus_client")
-    monkeypatch.setattr(sinks, "WITHIN", WITHIN)
+    monkeypatch.setattr(prometheus, "WITHIN", WITHIN)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    sink = sinks.Port(port)
+    sink = prometheus.Port(port)
     try:
         before = descriptors()
         with strangers(("127.0.0.1", port), said, 20):

@@ -35,7 +35,7 @@ from mcr_plus.observe.diagnosis import DiagnosedFault, diagnose
 from mcr_plus.observe.dumps import read_folder
 from mcr_plus.observe.files import files_of, write_dump
 from mcr_plus.observe.flight_record import flight_record
-from mcr_plus.observe.options import ObserveOptions, observed
+from mcr_plus.observe.options import observe_options, observed
 from mcr_plus.observe.snapshot import GroupSnapshot, Snapshot, SnapshotEntry
 
 SECOND = 10**9
@@ -493,7 +493,7 @@ def test_a_process_alone_dumps_too(tmp_path: Path) -> None:
 
 def test_options_are_read_and_not_compared() -> None:
     config = load({"version": 1, "observe": {"dump": "dumps", "ring": 10}})
-    assert observed(config) == ObserveOptions(dump="dumps", ring=10)
+    assert observed(config) == observe_options()(dump="dumps", ring=10)
     assert load(dump(config)) == config
     assert "observe" not in dump(load(None))
     assert fingerprint(config) == fingerprint(load(None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.compression.codec import ENCODED
 from mcr_plus.core.kinds import COLLECTIVES, KINDS, PLAIN, VECTOR, Collective, plain_kind
 from mcr_plus.core.message import Signature
-from mcr_plus.msccl import postconditions
 from mcr_plus.tables.scaling import algorithms
 from mcr_plus.torch_backend.process_group import McrProcessGroup
 
@@ -37,14 +35,14 @@ def missing(row: Collective) -> list[str]:
     kinds = [row.kind, *([row.vector] if row.vector else [])]
     backends = (ROOT / "docs" / "adding-a-backend.md").read_text()
     conformance = (ROOT / "tests" / "jobs" / "operations" / "conformance.py").read_text()
-    results = inspect.getsource(postconditions.wanted)
+    oracle = (ROOT / "tests" / "unit" / "msccl" / "msccl_oracle.py").read_text()
     messages = row.kind in ("send", "recv")
     methods = {row.kind, row.msccl, row.torch} & vars(McrProcessGroup).keys()
     needed = {
         f"Communicator.{row.torch}": hasattr(mcr.Communicator, row.torch),
         f"mcr.{row.torch}": hasattr(mcr, row.torch),
         f"communicator.calls.BUILDERS: {row.torch}": row.torch in BUILDERS,
-        f"msccl.postconditions.wanted: {row.msccl}": not row.msccl or f'"{row.msccl}"' in results,
+        f"tests/unit/msccl/msccl_oracle.py: {row.msccl}": not row.msccl or f'"{row.msccl}"' in oracle,
         f"torch_backend.process_group: {row.torch}": bool(methods) or not hasattr(dist, row.torch),
         f"docs/adding-a-backend.md: {row.kind}": row.kind in backends,
         f"tests/jobs/operations/conformance.py: {row.kind}": row.kind in conformance or row.kind == "barrier",
@@ -95,7 +93,7 @@ def test_a_row_that_algorithm_files_or_torch_have_needs_more(monkeypatch: pytest
     without = missing(SCAN)
     monkeypatch.setattr(dist, "scan", object(), raising=False)
     assert [place for place in missing(replace(SCAN, msccl="scan")) if place not in without] == [
-        "msccl.postconditions.wanted: scan",
+        "tests/unit/msccl/msccl_oracle.py: scan",
         "torch_backend.process_group: scan",
     ]
 

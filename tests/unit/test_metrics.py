@@ -16,7 +16,7 @@ from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
 from mcr_plus.observe import sinks
 from mcr_plus.observe.metrics import Metrics, families, size_range
-from mcr_plus.observe.options import ObserveOptions
+from mcr_plus.observe.options import observe_options
 from mcr_plus.rendezvous.world import World
 
 HOSTS = ("a", "b", "a", "b")
@@ -139,11 +139,13 @@ def test_sizes_are_ranges_in_powers_of_1024() -> None:
 def test_options_are_kept_and_decide_nothing() -> None:
     text = "version: 1\nobserve: {prometheus: job.prom, otlp: 'http://localhost:4318', every: 500ms}\n"
     config = loads(text)
-    assert config.observe == ObserveOptions(prometheus="job.prom", otlp="http://localhost:4318", every=0.5)
+    expected = {"prometheus": "job.prom", "otlp": "http://localhost:4318", "every": 0.5}
+    assert config.observe == observe_options().model_validate(expected)
     assert load(dump(config)) == config
     assert load(dump(config, units=True)) == config
     assert fingerprint(config) == fingerprint(loads("version: 1"))
-    assert loads("version: 1\nobserve: {prometheus: 9400}").observe == ObserveOptions(prometheus=9400)
+    port = observe_options().model_validate({"prometheus": 9400})
+    assert loads("version: 1\nobserve: {prometheus: 9400}").observe == port
 
 
 @pytest.mark.parametrize(
@@ -174,9 +176,9 @@ def test_bad_options(block: str, what: str) -> None:
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for options in ({"prometheus": "x.prom", "otlp": None}, {"prometheus": None, "otlp": "http://a"}):
+    for options in ({"prometheus": "x.prom"}, {"otlp": "http://a"}):
         with pytest.raises(ConfigError, match=r"observe\.\w+: needs .*mcr_plus\[metrics\]"):
-            sinks.open_sinks(**options, rank=0, local=0)
+            sinks.open_sinks(options, rank=0, local=0)
 
 
 def test_names_are_those_of_inspector() -> None:

@@ -8,22 +8,48 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import mcr_plus
 
 from mcr_plus import registry
 from mcr_plus.backends import backend_class, preferred_backends
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Support, complete_channel
+from mcr_plus.config.reader import loads
 from mcr_plus.config.schema import default_pipeline
 from mcr_plus.core.units import Range
-from mcr_plus.errors import Unsupported
+from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
+from mcr_plus.observe.options import ObserveOptions
+from mcr_plus.observe.sinks import open_sinks
+from mcr_plus.tables.interchange import import_
 
 OWN = {
     "stages": ("compress", "dispatch", "select"),
     "codecs": ("bf16", "fp16"),
     "backends": ("gloo", "local", "mpi", "nccl"),
+    "sinks": ("otlp", "prometheus"),
+    "table_formats": ("nccl-csv", "oneccl", "openmpi", "ucc"),
 }
 MODULE = """
+from mcr_plus.observe.sinks import Sink, SinkOption
+from mcr_plus.tables.interchange import oneccl
+from mcr_plus.tables.interchange.exchange import TableFormat
+
 class Codec:
     name = "mine"
+
+class Printed(Sink):
+    def __init__(self, target, rank, local):
+        self.name = f"observe.printed: {target} {rank} {local}"
+
+    def publish(self, metrics):
+        print(len(metrics))
+
+def even(value):
+    if value % 2:
+        raise ValueError(f"expected an even number, got {value}")
+    return value
+
+SINK = SinkOption(even, Printed)
+FORMAT = TableFormat("gloo", oneccl.COLLECTIVES, oneccl.export, oneccl.import_)
 """
 
 
@@ -79,6 +105,45 @@ def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest
     assert getattr(codec, "name", None) == "mine"
     assert registry.get("codecs", "mine") is codec
     assert "mine" not in registry.names("backends")
+
+
+def test_a_sink_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "[mcr_plus.sinks]\nmine = fake_package:SINK\nbad = fake_package:even\n")
+    options = loads("version: 1\nobserve: {mine: 4}").observe
+    assert isinstance(options, ObserveOptions)
+    assert options.sinks == {"mine": 4}
+    assert [sink.name for sink in open_sinks(options.sinks, rank=3, local=1)] == ["observe.printed: 4 3 1"]
+    for written, message in {
+        "mine: 3": r"^x:2: observe\.mine: expected an even number, got 3$",
+        "mime: 4": r"^x:2: observe\.mime: unknown key 'mime'; known: .*mine, otlp,.* mean 'mine'\?$",
+        "bad: 1": r"^x:2: observe\.bad: sink 'bad' is <function even .*; expected a SinkOption$",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            loads(f"version: 1\nobserve: {{{written}}}\n", "x")
+    registry.refresh()
+    registry.register("sinks", "ring", options)
+    with pytest.raises(Unsupported, match="a sink has the name of an option under observe: ring"):
+        registry.observe_options()
+
+
+def test_a_format_of_tables_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        tmp_path,
+        monkeypatch,
+        "[mcr_plus.table_formats]\nmine = fake_package:FORMAT\nbad = fake_package:even\n",
+    )
+    file = tmp_path / "ccl.env"
+    file.write_text("CCL_ALLREDUCE=ring\n")
+    answer = mcr_plus("table", "import", file, "--format", "mine")
+    assert answer.returncode == 0, answer.stderr
+    assert "backend: gloo:ring" in answer.stdout.replace('"', "")
+    answer = mcr_plus("table", "import", file, "--format", "mime")
+    assert answer.returncode == 2
+    found = " ".join(answer.stderr.replace("│", " ").split())
+    assert "--format: unknown table format 'mime'; known: bad, mine, nccl-csv," in found
+    assert "did you mean 'mine'?" in found
+    with pytest.raises(InvalidArgument, match=r"table format 'bad' is .* expected a TableFormat"):
+        import_("bad", "")
 
 
 @pytest.mark.parametrize(

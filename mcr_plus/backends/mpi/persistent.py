@@ -12,19 +12,13 @@ import torch
 from mcr_plus.backends.base import Poll, Start
 from mcr_plus.backends.mpi.collectives import SPECS, Collectives, datatype_of, op_of
 from mcr_plus.backends.mpi.contexts import Contexts, voted
-from mcr_plus.core.kinds import ROOTED
+from mcr_plus.core.kinds import ROOTED, collective
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.rendezvous.mpi_library import load_mpi
 
 _STAGED_BYTES: Final = 4096  # up to this size two copies cost less than a nonblocking call
-_NAMES: Final = {
-    "all_reduce": "Allreduce_init",
-    "broadcast": "Bcast_init",
-    "all_gather": "Allgather_init",
-    "all_to_all": "Alltoall_init",
-    "reduce_scatter": "Reduce_scatter_block_init",
-    "barrier": "Barrier_init",
-}
+_KINDS: Final = ("all_reduce", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "barrier")
+_NAMES: Final = {kind: f"{collective(kind).mpi.capitalize()}_init" for kind in _KINDS}
 
 
 @cache

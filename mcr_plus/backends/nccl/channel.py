@@ -20,7 +20,7 @@ from mcr_plus.backends.nccl.link import NcclLink
 from mcr_plus.backends.nccl.meeting import Meeting
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
-from mcr_plus.core.kinds import REDUCING, dtype_name
+from mcr_plus.core.kinds import KINDS, REDUCING, VECTOR, collective, dtype_name
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.streams import Streams
 from mcr_plus.errors import Unsupported
@@ -28,13 +28,9 @@ from mcr_plus.rendezvous.world import World
 
 _log = logging.getLogger("mcr_plus")
 _EMULATIONS: Final = {
-    "all_to_all": "grouped ncclSend and ncclRecv",
-    "all_to_all_v": "grouped ncclSend and ncclRecv",
-    "all_gather_v": "grouped ncclSend and ncclRecv",
-    "gather": "grouped ncclSend and ncclRecv",
-    "gather_v": "grouped ncclSend and ncclRecv",
-    "scatter": "grouped ncclSend and ncclRecv",
-    "scatter_v": "grouped ncclSend and ncclRecv",
+    **{
+        kind: "grouped ncclSend and ncclRecv" for kind in KINDS if kind in VECTOR or not collective(kind).nccl
+    },
     "reduce_scatter_v": "grouped ncclReduce, one per rank",
     "barrier": "ncclAllReduce of one element, waited for by the host",
 }

@@ -9,18 +9,11 @@ silently. An unknown name in a foreign file is a `ConfigError` that begins with 
 
 from __future__ import annotations
 
-from typing import Final
-
 from mcr_plus import registry
 from mcr_plus.config.names import kind_matches, stored_backend
-from mcr_plus.errors import InvalidArgument, unknown
-from mcr_plus.tables.interchange import nccl, oneccl, openmpi, ucc
+from mcr_plus.errors import InvalidArgument, Unsupported, unknown
 from mcr_plus.tables.interchange.exchange import Exported, Imported, TableFormat, algorithm_of
 from mcr_plus.tables.table import Table
-
-FORMATS: Final[dict[str, TableFormat]] = {
-    entry.name: entry for entry in (nccl.FORMAT, openmpi.FORMAT, ucc.FORMAT, oneccl.FORMAT)
-}
 
 
 def export(format: str, table: Table, *, backend: str | None = None) -> Exported:
@@ -28,7 +21,7 @@ def export(format: str, table: Table, *, backend: str | None = None) -> Exported
 
     Raises `InvalidArgument` for an unknown format or backend.
     """
-    target = _format(format)
+    target = table_format(format)
     return target.export(table, _backend(backend, target))
 
 
@@ -47,7 +40,7 @@ def import_(format: str, text: str, name: str = "<text>", *, backend: str | None
         ConfigError: the text is invalid.
         InvalidArgument: unknown format or backend.
     """
-    source = _format(format)
+    source = table_format(format)
     return source.import_(text.removeprefix("\ufeff"), name, _backend(backend, source))
 
 
@@ -58,7 +51,7 @@ def summary(format: str, table: Table) -> list[str]:
     """
     lines: list[str] = []
     without: list[str] = []
-    for kind in _format(format).collectives:
+    for kind in table_format(format).collectives:
         rules = [rule for rule in table.rules if kind_matches(rule.key.kind, kind)]
         count = sum(bool(algorithm_of(rule.backend)) for rule in rules)
         if not count:
@@ -70,10 +63,12 @@ def summary(format: str, table: Table) -> list[str]:
     return [*lines, f"no rule with an algorithm: {', '.join(without)}"] if without else lines
 
 
-def _format(name: str) -> TableFormat:
-    if name not in FORMATS:
-        raise InvalidArgument(f"format: {unknown('format', name, tuple(FORMATS))}")
-    return FORMATS[name]
+def table_format(name: str) -> TableFormat:
+    """Return the format of a name; raise `InvalidArgument` if the registry has none there."""
+    try:
+        return registry.checked("table_formats", name, TableFormat)
+    except Unsupported as error:
+        raise InvalidArgument(f"format: {error}") from None
 
 
 def _backend(name: str | None, format: TableFormat) -> str:

@@ -57,12 +57,11 @@ class ForeignCollective:
 
 @dataclass(frozen=True)
 class TableFormat:
-    """One format: its name, the default backend of its rules, its collectives by kind, and its functions.
+    """One format: the default backend of its rules, its collectives by kind, and its functions.
 
     `export(table, backend)` and `import_(text, name, backend)`; `name` is used for the file in errors.
     """
 
-    name: str
     backend: str
     collectives: Mapping[str, ForeignCollective]
     export: Callable[[Table, str], Exported]

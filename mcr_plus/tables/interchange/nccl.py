@@ -200,4 +200,4 @@ def _only(number: int) -> Range | None:
     return None if number == -1 else Range(number, number + 1)
 
 
-FORMAT: Final = TableFormat("nccl-csv", "nccl", COLLECTIVES, export, import_)
+FORMAT: Final = TableFormat("nccl", COLLECTIVES, export, import_)

@@ -424,4 +424,4 @@ def _text(collective: str, setting: Setting) -> str:
     return "/".join([ALGORITHMS[collective][setting.algorithm], *written])
 
 
-FORMAT: Final = TableFormat("openmpi", "mpi", COLLECTIVES, export, import_)
+FORMAT: Final = TableFormat("mpi", COLLECTIVES, export, import_)

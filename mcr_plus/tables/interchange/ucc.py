@@ -489,4 +489,4 @@ def _collide(one: TableRule, other: TableRule) -> bool:
     return overlap(one.key, other.key) and intersection(one.sizes, other.sizes) is not None
 
 
-FORMAT: Final = TableFormat("ucc", "mpi", COLLECTIVES, export, import_)
+FORMAT: Final = TableFormat("mpi", COLLECTIVES, export, import_)

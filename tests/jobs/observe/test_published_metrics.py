@@ -23,7 +23,8 @@ from ports import free_ports
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.observe import publisher, sinks
+from mcr_plus.observe import otlp as otlp_sink
+from mcr_plus.observe import publisher
 from mcr_plus.observe.record import Log
 
 pytestmark = pytest.mark.skipif(
@@ -187,7 +188,7 @@ def answers_late() -> float:
     """Runs on ranks: a job whose collector answers only once its operations are over."""
     torch.set_num_threads(1)
     mock.patch.object(publisher, "_LAST", 60.0).start()
-    mock.patch.object(sinks, "_OTLP_TIMEOUT", 60.0).start()
+    mock.patch.object(otlp_sink, "_TIMEOUT", 60.0).start()
     has_come, may_answer = threading.Event(), threading.Event()
 
     def wait() -> None:

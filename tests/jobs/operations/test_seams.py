@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -243,10 +245,15 @@ def documented(page: str, module: str) -> str:
 
 
 def _install_outside(folder: Path) -> None:
-    """Write what pip leaves behind for packages with entry points: the backend and the stage of the docs."""
+    """Write what pip leaves behind for packages with entry points: the parts that the docs show."""
     for module, page, entry in (
         ("toystore", "adding-a-backend.md", "[mcr_plus.backends]\ntoystore = toystore:StoreBackend\n"),
         ("chunk", "adding-a-stage.md", "[mcr_plus.stages]\nchunk = chunk:ChunkStage\n"),
+        (
+            "seen",
+            "extend.md",
+            "[mcr_plus.sinks]\nlines = seen:SINK\n[mcr_plus.hooks]\nslow = seen:Slow\n",
+        ),
     ):
         (folder / f"{module}.py").write_text(documented(page, module))
         info = folder / f"{module}-1.0.dist-info"
@@ -317,6 +324,30 @@ def test_outside_package_brings_a_stage(tmp_path: Path) -> None:
         for value in found["values"].values():
             assert value == [2.0 * (index % 7) + 1.0 for index in range(len(value))]
         assert found["decisions"] == ["in 3 chunks of up to 4096 bytes"]
+
+
+def use_outside_sink_and_hook(folder: str) -> dict[str, Any]:
+    sys.path.insert(0, folder)
+    registry.refresh()
+    torch.set_num_threads(1)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        comm = mcr.init({"version": 1, "backends": ["gloo"], "observe": {"lines": f"{folder}/sums"}})
+        time.sleep(1.5 * comm.rank)
+        mcr.all_reduce(torch.ones(4), tag="x")
+        mcr.finalize()
+    with pytest.raises(
+        mcr.ConfigError, match=r"observe\.line: unknown key 'line'; known: .*lines.*'lines'\?"
+    ):
+        load({"version": 1, "observe": {"line": "x"}})
+    return {"sums": Path(f"{folder}/sums.{comm.rank}").read_text(), "printed": printed.getvalue()}
+
+
+def test_outside_package_brings_a_sink_and_a_hook(tmp_path: Path) -> None:
+    _install_outside(tmp_path)
+    for result in run_ranks(use_outside_sink_and_hook, 2, args=[str(tmp_path)]):
+        assert "mcr_operations 1.0\n" in result.value["sums"]
+        assert result.value["printed"] == ["all_reduce x takes more than a second\n", ""][result.rank]
 
 
 class MeanStage:

@@ -88,9 +88,8 @@ class Rank:
         parts: dict[str, Pipeline] = {}
         for part, inner in inner_groups(config, self.world.hosts, group).items():
             parts[part] = self._open(inner, config.below("hierarchical")).pipeline
-        return OpenGroup(
-            group, Pipeline(Context(config, self.world, group, classes, runtime, parts)), runtime, config
-        )
+        pipeline = Pipeline(Context(config, self.world, group, classes, runtime, parts))
+        return OpenGroup(group, pipeline, runtime, config, b"")
 
     def tensor(self, values: Any) -> torch.Tensor:
         """Values on this rank's device, by its current stream."""

@@ -22,10 +22,10 @@ from harness import HARDWARE, Call, Dated, Hardware, Rate, Rounds
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
+from mcr_plus.backends import library_versions
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.units import format_size
 from mcr_plus.hierarchy.options import HIERARCHICAL
-from mcr_plus.tables.fingerprint import library_versions
 
 KINDS: Final = HIERARCHICAL
 SIZES: Final = tuple(kib << 10 for kib in (4, 16, 32, 64, 256, 1024, 4096, 16384, 65536))

@@ -39,7 +39,6 @@ class FuseStage(Stage):
     """
 
     Options = FuseOptions
-    on_request = True  # fusion requires all ranks to wait at the same places of the program
 
     def __init__(self, options: FuseOptions, context: Context) -> None:
         self._options = options

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import autoloads, error_channel
-from mcr_plus.core.foreign_names import no_attribute
 from mcr_plus.torch_backend.autoload import register
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ _NAMES = {
 }
 """Public names by module; the first use of a name imports its module."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES = ("autograd", "expert", "spatial")  # so that `mcr.expert.dispatch` needs no further import
+_MODULES = ("autograd", "expert", "registry", "spatial")  # `mcr.expert.dispatch` needs no further import
 
 
 def __getattr__(name: str) -> object:
@@ -174,6 +173,8 @@ def __getattr__(name: str) -> object:
             value: object = getattr(import_module(f"mcr_plus.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
+    from mcr_plus.core.foreign_module_names import no_attribute
+
     raise no_attribute("mcr_plus", name, (*__all__, *_MODULES))
 
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mcr_plus.api.autograd import all_gather, all_reduce, all_to_all_single, reduce_scatter, replicate
-from mcr_plus.core.foreign_names import no_attribute
+from mcr_plus.core.foreign_module_names import no_attribute
 
 if TYPE_CHECKING:
     from mcr_plus.layout.autograd import halo_exchange, redistribute

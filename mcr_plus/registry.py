@@ -24,12 +24,15 @@ T = TypeVar("T")
 STAGES: dict[str, object] = {
     "fuse": "mcr_plus.fusion.stage:FuseStage",
     "hierarchical": "mcr_plus.hierarchy.stage:HierarchicalStage",
-    "compress": "mcr_plus.compression.stage:CompressStage",
+    "compress": "mcr_plus.compression.on_use:CompressOnUse",
     "select": "mcr_plus.selection.stage:SelectStage",
     "dispatch": "mcr_plus.pipeline.dispatch:DispatchStage",
 }
 STAGE_ORDER: tuple[str, ...] = tuple(STAGES)
 """Order of built-in stages in a pipeline; other stages may be anywhere before `dispatch`."""
+DEFAULT_STAGES: tuple[str, ...] = ("compress", "select", "dispatch")
+"""Stages of the default pipeline. `fuse` requires all ranks to wait at the same places of the program, and
+`hierarchical` opens several groups for every group."""
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from mcr_plus.core.foreign_names import no_attribute
+from mcr_plus.core.foreign_module_names import no_attribute
 from mcr_plus.parallel.spatial import (
     AvgPool2d,
     AvgPool3d,

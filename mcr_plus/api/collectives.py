@@ -42,17 +42,19 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, Unpack
 from mcr_plus.communicator.communicator import Communicator, P2POp
-from mcr_plus.communicator.persistent import PersistentOp
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.work import Work
 from mcr_plus.job.init import member_of as _of
 from mcr_plus.job.process import job
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.persistent import PersistentOp
 
 
 def all_reduce(

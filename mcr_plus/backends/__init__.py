@@ -70,6 +70,12 @@ def availability() -> dict[str, Availability]:
     return {name: backend_class(name).availability() for name in registry.names("backends")}
 
 
+def library_versions(names: Sequence[str]) -> dict[str, str]:
+    """Return the libraries of backends in use in this process, by backend, such as `Open MPI 5.0.11`."""
+    versions = {name: backend_class(name).library_version() for name in names}
+    return {name: library for name, library in versions.items() if library}
+
+
 def operations_table() -> list[OperationRow]:
     """Return a row per operation and backend, from `supports` (float32 and SUM where it matters)."""
     rows = []

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from mcr_plus.board.base import GroupBoard
 from mcr_plus.board.shared import SharedBoard
 from mcr_plus.board.shared import map_shared as map_shared
-from mcr_plus.board.store import StoreBoard
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
@@ -30,6 +29,8 @@ def open_board(store: Store | None, group: Group, shared: bool, timeout: float) 
                 os.close(descriptor)
         if mapped and memory is not None:
             return SharedBoard(memory, group)
+    from mcr_plus.board.store import StoreBoard  # imported here: most jobs have one host
+
     stored = StoreBoard(store, group)
     _all(store, f"{questions}/stored", group.size, True, timeout)  # before any rank reads another's row
     return stored

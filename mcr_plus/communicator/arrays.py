@@ -115,12 +115,6 @@ class ArrayStreams:
         return self._made[key]
 
 
-def finish_all(streams: Iterable[ArrayStreams]) -> None:
-    """Finish the streams of several groups, none of which issues operations any more."""
-    for each in streams:
-        each.finish()
-
-
 class Loan:
     """Arrays lent to an operation, and the stream under which the operation is issued."""
 

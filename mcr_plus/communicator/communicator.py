@@ -12,11 +12,8 @@ import torch
 
 from mcr_plus.communicator import calls
 from mcr_plus.communicator.calls import Call, CallOptions, Unpack
-from mcr_plus.communicator.coalesced import BlockSizes
-from mcr_plus.communicator.objects import SignedObjects
 from mcr_plus.communicator.operations import Operations
 from mcr_plus.communicator.operations import P2POp as P2POp
-from mcr_plus.communicator.persistent import PersistentBinding, PersistentOp
 from mcr_plus.communicator.prepared import Prepared, prepare
 from mcr_plus.communicator.successors import Succession
 from mcr_plus.config.names import stored_backend
@@ -28,12 +25,12 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.engine.group_runtime import SIGNATURES
 from mcr_plus.errors import InvalidArgument, Revoked, Unsupported, is_normal_end
-from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.pipeline.pipeline import BoundChain, Pipeline
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.job import RunningJob
     from mcr_plus.communicator.open_group import OpenGroup
+    from mcr_plus.communicator.persistent import PersistentOp
     from mcr_plus.engine.group_state import GroupState
     from mcr_plus.engine.hook import Hooks
 
@@ -68,13 +65,11 @@ class Communicator(Operations):
         self._messages = opened.messages
         self._plans = opened.plans
         self.splits = 0  # groups made from this one so far
-        self.coalescer = Coalescer(self.size)
-        self.blocks = BlockSizes(self._group, self.pipeline, self.config.options("compress") is not None)
-        self.objects = SignedObjects(self._group, job)
-        self.arrays = opened.arrays
-        self.attached: dict[str, Any] = {}  # objects of higher layers that live as long as the group, by name
-        self.persistents = WeakSet[PersistentOp]()  # persistent operations that the program still holds
         self.succession = Succession()
+        self.attached: dict[str, Any] = {}  # objects of higher layers that live as long as the group, by name
+        self.persistents: WeakSet[PersistentOp] = (
+            WeakSet()
+        )  # persistent operations that the program still holds
 
     # -- identity ---------------------------------------------------------------------------------
 
@@ -236,7 +231,7 @@ class Communicator(Operations):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers kept for later operations of this group."""
-        return self.pipeline.buffer_bytes + self.coalescer.buffer_bytes
+        return self.opened.buffer_bytes
 
     @property
     def closed(self) -> bool:
@@ -260,25 +255,27 @@ class Communicator(Operations):
         """Return the object of rank `src` on every rank. Ranks unpickle only objects signed by this job."""
         root = calls.group_rank(self._group, src, "src")
         is_source = root == self.rank
-        payload = self.objects.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+        payload = (
+            self.opened.objects.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         length = torch.tensor([payload.numel()], device="cpu")
         self.broadcast(length, src, compress=False)
         # Sizes are powers of two, because each new size is a new signature that ranks must bind and compare.
         room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8, device="cpu")
         room[: payload.numel()] = payload
         self.broadcast(room, src, compress=False)
-        return obj if is_source else self.objects.unpickled(room[: int(length)], root)
+        return obj if is_source else self.opened.objects.unpickled(room[: int(length)], root)
 
     def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
         """Return every rank's object, in rank order. Ranks unpickle only objects signed by this job."""
-        payload = self.objects.pickled(obj)
+        payload = self.opened.objects.pickled(obj)
         lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self.all_gather_into_tensor(
             lengths, torch.tensor([payload.numel()], device="cpu"), compress=False, tag=tag
         )
         parts = [torch.empty(int(length), dtype=torch.uint8, device="cpu") for length in lengths]
         self.all_gather_v(parts, payload, compress=False, tag=tag)
-        return [self.objects.unpickled(part, rank) for rank, part in enumerate(parts)]
+        return [self.opened.objects.unpickled(part, rank) for rank, part in enumerate(parts)]
 
     # -- groups and persistent operations ---------------------------------------------------------
 
@@ -315,6 +312,8 @@ class Communicator(Operations):
         the operation to the group's successor; it raises `InvalidArgument` if the tensors do not fit the
         successor's number of ranks, or the root has been lost.
         """
+        from mcr_plus.communicator.persistent import PersistentBinding
+
         return PersistentBinding.of(self, kind, tensors, options)
 
     # -- issuing ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
-    from mcr_plus.communicator.job import RunningJob
     from mcr_plus.core.group import Group
 
 
@@ -37,9 +36,8 @@ def _loaded(written: bytes) -> torch.Tensor:
 class SignedObjects:
     """Pickler and unpickler of a group's objects, signed with the secret of the job."""
 
-    def __init__(self, group: Group, job: RunningJob) -> None:
-        self._group = group
-        self._job = job
+    def __init__(self, group: Group, secret: bytes) -> None:
+        self._group, self._secret = group, secret
 
     def pickled(self, obj: Any) -> torch.Tensor:
         """Return an object as bytes (uint8, on the CPU), with this rank's signature.
@@ -52,7 +50,7 @@ class SignedObjects:
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             what = f"obj: {type(obj).__name__} cannot be pickled: {error}"
             raise InvalidArgument(what) from error
-        sealed = seal(self._job.world.secret, f"{self._group.name}/{self._group.rank}", written.getvalue())
+        sealed = seal(self._secret, f"{self._group.name}/{self._group.rank}", written.getvalue())
         return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
 
     def unpickled(self, payload: torch.Tensor, rank: int) -> Any:
@@ -62,7 +60,7 @@ class SignedObjects:
         because unpickling runs code of its author.
         """
         name, sealed = self._group.name, payload.numpy().tobytes()
-        written = unseal(self._job.world.secret, f"{name}/{rank}", sealed)
+        written = unseal(self._secret, f"{name}/{rank}", sealed)
         if written is None:
             raise BackendError(
                 f"the object of {self._group.named(rank)} in group '{name}' was not signed by it, and is not "

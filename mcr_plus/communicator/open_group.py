@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mcr_plus.board.base import Failure
-from mcr_plus.communicator.arrays import ArrayStreams
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.engine.closing import forget
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from mcr_plus.backends.base import Channel
+    from mcr_plus.communicator.arrays import ArrayStreams
+    from mcr_plus.communicator.coalesced import CoalescedCalls
     from mcr_plus.communicator.job import RunningJob
+    from mcr_plus.communicator.objects import SignedObjects
     from mcr_plus.config.schema import Config
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
@@ -49,6 +52,7 @@ class OpenGroup:
     until all ranks have dropped their communicator, because processes collect garbage at different times.
 
     Attributes:
+        secret: signs objects that ranks send to each other.
         parts: the groups inside this one, for the hierarchical stage.
         inner: True if the group is a part of another group and closes with it.
         follows: True if the group is opened again in the next world.
@@ -56,13 +60,13 @@ class OpenGroup:
         messages: the bound pipelines of sends and receives; each rank binds them on its own.
         plans: bound operations of all kinds, by call arguments.
         numbers: counters of higher layers, by name; successors inherit them.
-        arrays: the streams of operations on arrays of other libraries.
     """
 
     group: Group
     pipeline: Pipeline
     runtime: GroupRuntime
     config: Config
+    secret: bytes = field(repr=False)
     inner: bool = False
     follows: bool = False
     parts: list[OpenGroup] = field(default_factory=list)
@@ -70,12 +74,42 @@ class OpenGroup:
     messages: dict[Signature, BoundChain] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    arrays: ArrayStreams = field(init=False)
     _handle: Callable[[], Communicator | None] = _no_handle
 
     def __post_init__(self) -> None:
-        self.arrays = ArrayStreams(self.runtime.engine.lock)
         self.runtime.caches.extend((self.chains.clear, self.messages.clear, self.plans.clear))
+
+    @cached_property
+    def arrays(self) -> ArrayStreams:
+        """Streams of operations on arrays of other libraries."""
+        from mcr_plus.communicator.arrays import ArrayStreams  # imported here: most programs use tensors
+
+        return ArrayStreams(self.runtime.engine.lock)
+
+    @cached_property
+    def coalesced(self) -> CoalescedCalls:
+        """Coalesced calls, and their buffers."""
+        from mcr_plus.communicator.coalesced import CoalescedCalls  # imported here, as below: seldom used
+
+        return CoalescedCalls(self.group, self.pipeline, self.config.options("compress") is not None)
+
+    @cached_property
+    def objects(self) -> SignedObjects:
+        """Pickler and unpickler of objects."""
+        from mcr_plus.communicator.objects import SignedObjects
+
+        return SignedObjects(self.group, self.secret)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers kept for later operations."""
+        packed = self.coalesced.buffer_bytes if "coalesced" in vars(self) else 0
+        return self.pipeline.buffer_bytes + packed
+
+    def finish_arrays(self) -> None:
+        """Wait until no array is needed any more, after the last operation has ended on the host."""
+        if "arrays" in vars(self):
+            self.arrays.finish()
 
     @property
     def name(self) -> str:

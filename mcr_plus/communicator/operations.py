@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mcr_plus.communicator import calls
 from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, Tensors, Unpack
-from mcr_plus.communicator.coalesced import coalesced
 from mcr_plus.communicator.prepared import Prepared, repeated
 from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor
 from mcr_plus.core.kinds import ReduceOp
@@ -20,11 +19,10 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from mcr_plus.communicator.arrays import ArrayStreams, PreparedArrays
-    from mcr_plus.communicator.coalesced import BlockSizes
+    from mcr_plus.communicator.arrays import PreparedArrays
     from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.core.group import Group
-    from mcr_plus.fusion.coalesce import Coalescer
 
 
 @dataclass(eq=False, repr=False)
@@ -41,9 +39,7 @@ class P2POp:
 class Operations(ABC):
     """Collectives, sends and receives of a group: argument checks, and a fast path for repeated calls."""
 
-    arrays: ArrayStreams
-    blocks: BlockSizes
-    coalescer: Coalescer
+    opened: OpenGroup
     _group: Group
     _plans: dict[Any, Any]  # bound operations by call arguments: functions here, `BoundChain` in `prepared`
 
@@ -235,7 +231,7 @@ class Operations(ABC):
         except ArrayOnDevice:
             again = partial(self.all_reduce_coalesced, op=op, async_op=True, **options)
             return self._on_arrays(again, (tensors,), async_op)
-        return coalesced(self, "all_reduce", values, values, async_op, options, op)
+        return self.opened.coalesced.issue(self, "all_reduce", values, values, async_op, options, op)
 
     def all_gather_coalesced(
         self, outputs: Tensors, inputs: Tensors, async_op: bool = False, **options: Unpack[CallOptions]
@@ -248,7 +244,7 @@ class Operations(ABC):
             again = partial(self.all_gather_coalesced, async_op=True, **options)
             return self._on_arrays(again, (outputs, inputs), async_op)
         sources, targets = [call.inputs[0] for call in built], [call.outputs[0] for call in built]
-        return coalesced(self, "all_gather", sources, targets, async_op, options)
+        return self.opened.coalesced.issue(self, "all_gather", sources, targets, async_op, options)
 
     def reduce_scatter_coalesced(
         self,
@@ -266,7 +262,7 @@ class Operations(ABC):
             again = partial(self.reduce_scatter_coalesced, op=op, async_op=True, **options)
             return self._on_arrays(again, (outputs, inputs), async_op)
         sources, targets = [call.inputs[0] for call in built], [call.outputs[0] for call in built]
-        return coalesced(self, "reduce_scatter", sources, targets, async_op, options, op)
+        return self.opened.coalesced.issue(self, "reduce_scatter", sources, targets, async_op, options, op)
 
     # -- point to point ---------------------------------------------------------------------------
 
@@ -367,15 +363,15 @@ class Operations(ABC):
         try:
             call = build(self._group, *arguments)
         except ArrayOnDevice:
-            return self.arrays.prepared(
+            return self.opened.arrays.prepared(
                 arguments, lambda *lent: self.prepared(build(self._group, *lent), async_op, options)
             )
         return self.prepared(call, async_op, options)
 
     def _on_arrays(self, call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool) -> Work | None:
         """Issue coalesced operations by `call`, under the stream of their arrays if there are any."""
-        loan = self.arrays.loan(arguments)
-        work = self.arrays.started(loan, partial(call, *loan.arguments))
+        loan = self.opened.arrays.loan(arguments)
+        work = self.opened.arrays.started(loan, partial(call, *loan.arguments))
         if async_op:
             return work
         work.wait()

@@ -78,7 +78,7 @@ class PersistentBinding:
         cls, group: Communicator, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]
     ) -> PersistentOp:
         """See `Communicator.persistent`."""
-        loan = group.arrays.loan(tensors) if any(map(is_on_device, tensors)) else None
+        loan = group.opened.arrays.loan(tensors) if any(map(is_on_device, tensors)) else None
         if loan is not None:
             tensors = loan.arguments
         check_persistent(kind, tensors, options)
@@ -100,7 +100,7 @@ class PersistentBinding:
         run, start = _bound(now, later)
         if self._loan is None:
             return run, start
-        again = partial(group.arrays.again, self._loan)
+        again = partial(group.opened.arrays.again, self._loan)
         return partial(_start_and_wait, again, partial(_start_again, now)), partial(again, start)
 
     def _become(self, operation: Any, run: Any, start: Any, group: object) -> None:

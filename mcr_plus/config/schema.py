@@ -223,12 +223,7 @@ class Rule:
 
 def default_pipeline() -> tuple[StageSpec, ...]:
     """Return the pipeline of a configuration without one."""
-    stages: dict[str, Any] = {name: registry.get("stages", name) for name in registry.STAGE_ORDER}
-    return tuple(
-        StageSpec(name, declared_options("stages", name)())
-        for name, stage in stages.items()
-        if not stage.on_request
-    )
+    return tuple(StageSpec(name, declared_options("stages", name)()) for name in registry.DEFAULT_STAGES)
 
 
 def default_observe() -> BaseModel | None:

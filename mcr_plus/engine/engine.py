@@ -19,7 +19,6 @@ from mcr_plus.engine.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.engine.work import start_messages
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
 from mcr_plus.waiting.policy import Pause, WaitPolicy, WaitStrategy
-from mcr_plus.waiting.progress_thread import ProgressThread
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from mcr_plus.engine.work import IssuedWork
     from mcr_plus.rendezvous.processes import Peers
     from mcr_plus.waiting.futex import Wakeups
+    from mcr_plus.waiting.progress_thread import ProgressThread
 
 _VERY_LONG_WAIT: Final = 1.0  # s of waiting after which checks become rarer
 _REAP: Final = 2  # completed handles dropped per issue: a constant, so that an issue never scans them all
@@ -139,6 +139,8 @@ class Engine:
         """Let a thread start an operation once all ranks have issued it; its library then needs no polls."""
         if self.progress_thread is None:
             if self.start_thread is None:
+                from mcr_plus.waiting.progress_thread import ProgressThread
+
                 self.start_thread = ProgressThread(self.start_pending)
             self.start_thread.wake()
 

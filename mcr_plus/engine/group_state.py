@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.engine.streams import StartOrder
 from mcr_plus.errors import NotInitialized, OrderMismatch, Revoked, following
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
     from mcr_plus.engine.hook import Noted
+    from mcr_plus.engine.streams import StartOrder
     from mcr_plus.engine.work import IssuedWork
 
 
@@ -38,6 +38,8 @@ class BackendChannel:
     @cached_property
     def start_order(self) -> StartOrder:
         """The start order of a library whose operations run on a stream."""
+        from mcr_plus.engine.streams import StartOrder  # imported here: jobs on CPUs have no streams
+
         return StartOrder(self.channel.streams)
 
 

@@ -48,7 +48,6 @@ class HierarchicalStage(Stage):
     """
 
     Options = HierarchicalOptions
-    on_request = True  # the stage opens several groups for every group
 
     def __init__(self, options: HierarchicalOptions, context: Context) -> None:
         self._options = options

@@ -13,7 +13,7 @@ order. Mismatched operations raise an error on all ranks, after which the job co
 
 from typing import NoReturn
 
-from mcr_plus.core.foreign_names import OF_HOROVOD, no_attribute
+from mcr_plus.core.foreign_module_names import OF_HOROVOD, no_attribute
 from mcr_plus.horovod.compression import Compression
 from mcr_plus.horovod.functions import (
     allgather_object,

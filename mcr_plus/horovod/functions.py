@@ -48,7 +48,7 @@ def broadcast_object(
         raise InvalidArgument(f"root_rank: expected one of the ranks {list(comm.ranks)}, got {root_rank!r}")
     is_root = comm.ranks[comm.rank] == root_rank
     # A gather with rows on the root only needs no prior exchange of the size.
-    payload = comm.objects.pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    payload = comm.opened.objects.pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
     title = None if name is None else f"broadcast_object.{name}"
     received = synchronize(gather_async([payload], title, process_set, many=False))
     return obj if is_root else _unpickled(comm, received, comm.ranks.index(root_rank))
@@ -59,7 +59,7 @@ def allgather_object(
 ) -> list[Any]:
     """Return every rank's object, in rank order. Pickled, for trusted jobs only."""
     comm = negotiator_of(process_set).comm
-    payload = comm.objects.pickled(obj)
+    payload = comm.opened.objects.pickled(obj)
     length = torch.tensor([payload.numel()], device="cpu")
     title = None if name is None else f"allgather_object.{name}"
     lengths, payloads = synchronize(gather_async([length, payload], title, process_set, many=True))
@@ -69,7 +69,7 @@ def allgather_object(
 
 def _unpickled(comm: Communicator, payload: torch.Tensor, rank: int) -> Any:
     try:
-        return comm.objects.unpickled(payload, rank)
+        return comm.opened.objects.unpickled(payload, rank)
     except BackendError as error:
         raise HorovodInternalError(str(error)) from error
 

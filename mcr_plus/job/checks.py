@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from mcr_plus.backends import backend_class, preferred_backends
+from mcr_plus.backends import backend_class, library_versions, preferred_backends
 from mcr_plus.backends.base import Backend
 from mcr_plus.config import reader as configuration
 from mcr_plus.config.schema import Config
@@ -21,7 +21,6 @@ from mcr_plus.job.process import job
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import check_targets, checked_tables
-from mcr_plus.tables.fingerprint import differences, fingerprint_here, library_versions
 
 _TO_JOIN: Final = 24  # file descriptors that libraries open once per job, in addition to connections
 _log = logging.getLogger("mcr_plus")
@@ -168,6 +167,8 @@ def check_tables(config: Config, world: World) -> None:
     if problem := _gather(world, "refined", problem)[0]:  # rank 0 will write it
         raise ConfigError(problem)
     for number, table in enumerate(checked_tables(config)):  # equal on all ranks, whatever their paths
+        from mcr_plus.tables.fingerprint import differences, fingerprint_here
+
         shape = Counter(world.hosts)
         here = fingerprint_here(
             world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())

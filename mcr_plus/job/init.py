@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends import preferred_backends
 from mcr_plus.communicator.communicator import Communicator
@@ -40,7 +40,6 @@ from mcr_plus.errors import (
     NotInitialized,
     PeerLost,
 )
-from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.job.checks import (
     check_descriptors,
     check_tables,
@@ -49,7 +48,6 @@ from mcr_plus.job.checks import (
     versions_on_rank_0,
 )
 from mcr_plus.job.exit_barrier import shutdown_barrier
-from mcr_plus.job.loss_watch import LossWatch
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.rendezvous.arrivals import STOPPED_FOR
@@ -65,6 +63,9 @@ from mcr_plus.rendezvous.store import (
 from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import use_algorithms
+
+if TYPE_CHECKING:
+    from mcr_plus.job.loss_watch import LossWatch
 
 Source = str | Path | Mapping[str, Any] | None
 """The forms in which a configuration may be given, see `config.load`."""
@@ -196,7 +197,10 @@ def begin(
         chosen = choose_backends(config, world)
         world = replace(world, libraries=versions_on_rank_0(chosen, world))
         check_tables(config, world)
-        check_nodes(config, world.size)
+        if config.options("hierarchical") is not None:
+            from mcr_plus.hierarchy.nodes import check_nodes  # imported here: most jobs have one node
+
+            check_nodes(config, world.size)
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
     except PeerLost:  # wait for no other rank
         job.hooks_closing()
@@ -316,6 +320,8 @@ def reset() -> Communicator:
         )
     failure = _await_callers_of_reset(runtime)
     runtime.prepare_reset()
+    from mcr_plus.job.loss_watch import LossWatch
+
     sight, roster = runtime.hand_over(), runtime.roster
     watch = None if roster is None else LossWatch(roster.members, roster.rank, runtime.config, sight)
     if failure is None:  # all ranks are here, and none uses the old world any more

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mcr_plus.engine.options import DispatchOptions
-from mcr_plus.errors import PeerLost, phrase_ranks
-from mcr_plus.rendezvous.processes import Loss, Peers, Sight
+from mcr_plus.rendezvous.processes import Loss, Peers, Sight, loss_of
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
+    from mcr_plus.errors import PeerLost
     from mcr_plus.membership.rules import Process
 
 
@@ -48,11 +48,3 @@ class LossWatch:
     def is_away(self, rank: int) -> bool:
         """Return whether a rank's process does not answer now, although its connections are open."""
         return (loss := self._peers.lost(rank)) is not None and loss.status != "dead"
-
-
-def loss_of(losses: dict[int, Loss]) -> PeerLost | None:
-    """Return the error of a wait for ranks of the job, given their losses; None without any."""
-    if not losses:
-        return None
-    seen = "; ".join(dict.fromkeys(loss.seen for loss in losses.values()))
-    return PeerLost(f"{phrase_ranks(list(losses))} of the job: {seen}", list(losses), seen=seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
@@ -17,14 +17,13 @@ from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.engine.group_state import BackendChannel, GroupState
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import BackendUnavailable
-from mcr_plus.hierarchy.nodes import Part, inner_groups
-from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
     from mcr_plus.engine.engine import Engine
+    from mcr_plus.hierarchy.nodes import Part
     from mcr_plus.job.runtime import Runtime
     from mcr_plus.rendezvous.world import World
 
@@ -65,18 +64,27 @@ def open_with_parts(
         parts: dict[str, Pipeline] = {}
         pipeline = Pipeline(Context(config, world, group, usable, of_group, parts))
         undo.pop_all()
-    opened = OpenGroup(group, pipeline, of_group, config, inner)
+    opened = OpenGroup(group, pipeline, of_group, config, world.secret, inner)
     runtime.engine.states.append(state)
     state.recorded = runtime.engine.hooks.timed
     state.refresh()
     runtime.groups.append(opened)
-    for part, members in inner_groups(config, world.hosts, group).items():
+    for part, members in _inner_groups(config, world.hosts, group).items():
         # Opened here and not at the first use, because opening is collective; same order on all ranks.
         below = _open_part(runtime, group, part, members, config)
         opened.parts.append(below)
         of_group.caches.append(below.runtime.forget)
         parts[part] = below.pipeline
     return opened
+
+
+def _inner_groups(config: Config, hosts: Sequence[str], group: Group) -> Mapping[Part, Group]:
+    """Return the groups inside a group, see `hierarchy.nodes.inner_groups`."""
+    if config.options("hierarchical") is None:
+        return {}
+    from mcr_plus.hierarchy.nodes import inner_groups  # imported here: most jobs have one node
+
+    return inner_groups(config, hosts, group)
 
 
 def _wrappers(config: Config, options: DispatchOptions) -> Iterator[str]:
@@ -158,6 +166,8 @@ def _missing(
 
 def _named_for(step: str, config: Config) -> set[str]:
     """Return the libraries that the hierarchical stage, or a rule for it, names for `local` or `inter`."""
+    from mcr_plus.hierarchy.options import HierarchicalOptions
+
     hierarchical = [options for options in config.all_options if isinstance(options, HierarchicalOptions)]
     backends = [(options.local if step == "local" else options.inter).backend for options in hierarchical]
     return {backend.partition(":")[0] for backend in backends if backend is not None}

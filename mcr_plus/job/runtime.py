@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from mcr_plus.board.base import Failure
-from mcr_plus.communicator.arrays import finish_all
 from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.core.environment import min_ranks, quota_cores
 from mcr_plus.core.group import Group
@@ -31,7 +30,6 @@ from mcr_plus.job.checks import distinct_ranks
 from mcr_plus.job.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
 from mcr_plus.job.groups import IdleChannels
 from mcr_plus.job.libraries import Libraries
-from mcr_plus.job.loss_watch import loss_of
 from mcr_plus.job.members import first_roster, observed
 from mcr_plus.job.opening import open_with_parts, warn_of_missing
 from mcr_plus.job.process import job
@@ -40,8 +38,8 @@ from mcr_plus.kernels import compiling
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
+from mcr_plus.rendezvous.processes import loss_of
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.waiting.progress_thread import ProgressThread
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
@@ -192,6 +190,8 @@ class Runtime:
                     f"dispatch: progress: thread: {problem}; progress: caller works with it"
                 )
         if polled:
+            from mcr_plus.waiting.progress_thread import ProgressThread
+
             self.engine.progress_thread = ProgressThread(self.engine.progress_once)
 
     def add_hook(self, hook: OperationHook) -> None:
@@ -299,7 +299,7 @@ class Runtime:
         if opened.state.failure is None:
             opened.pipeline.flush()
             drain(self.engine, [open_group.state for open_group in opened.all])
-            opened.arrays.finish()
+            opened.finish_arrays()
 
     def leave(self, communicator: Communicator, clean: bool = True) -> None:
         """Close a group here, or the job if the group has all its ranks; do nothing if it is already closed.
@@ -375,7 +375,8 @@ class Runtime:
                 for opened in self.groups:
                     opened.pipeline.flush()
                 drain(self.engine)
-                finish_all(opened.arrays for opened in self.groups)
+                for opened in self.groups:
+                    opened.finish_arrays()
             except McrError as failure:
                 error, clean = failure, False
         if clean:

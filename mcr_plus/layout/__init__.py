@@ -5,7 +5,7 @@ from mcr_plus.layout import Layout
 
 from typing import NoReturn
 
-from mcr_plus.core.foreign_names import no_attribute
+from mcr_plus.core.foreign_module_names import no_attribute
 from mcr_plus.layout.layout import Layout as Layout
 
 

@@ -35,11 +35,11 @@ from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import min_ranks
 from mcr_plus.core.proc import state_of
 from mcr_plus.errors import LaunchError
-from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
+    from mcr_plus.membership.request import JoinRequest
 
 TRAINING: Final = "training"
 """Key that is set once a rank has reached `mcr.elastic`, or has continued in another world."""
@@ -184,6 +184,8 @@ class EpochLog:
 
     def request(self, number: int) -> JoinRequest:
         """Return the request of a newcomer."""
+        from mcr_plus.membership.request import JoinRequest  # imported here: most jobs take nobody in
+
         return JoinRequest(self.root, number)
 
     def _agreed(self, key: str, text: str) -> EpochDecision:
@@ -330,6 +332,8 @@ def join(
     if the job has ended. Raises `LaunchError` if the members refuse it, are all lost, or do not take it in
     within `timeout` seconds.
     """
+    from mcr_plus.membership.request import JoinRequest
+
     deadline, looks, nap = Deadline(timeout), Deadline(_LOOK_EVERY), _FIRST_NAP
     members: tuple[Process, ...] = ()
     try:

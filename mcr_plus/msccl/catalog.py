@@ -18,6 +18,7 @@ from mcr_plus.core import kinds
 from mcr_plus.core.kinds import ROOTED
 from mcr_plus.core.units import Range, size_words
 from mcr_plus.errors import ConfigError, unknown
+from mcr_plus.msccl import FILES
 
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 COLLECTIVES: Final[dict[Kind, str]] = {row.kind: row.msccl for row in kinds.COLLECTIVES.values() if row.msccl}
 """Kinds with algorithms, and their names in MSCCL."""
-_GENERATED_CHANNELS: Final = 1
-
-_files: dict[str, Algorithm] = {}
 
 
 def use(paths: Iterable[Path]) -> None:
@@ -51,30 +49,24 @@ def use(paths: Iterable[Path]) -> None:
         if any(name in _generated(kind) for kind in COLLECTIVES):
             raise ConfigError(f"{path}: {name!r} is the name of an algorithm of our own; rename the file")
         algorithms[name] = algorithm
-    _files.clear()
-    _files.update(algorithms)
+    FILES.clear()
+    FILES.update(algorithms)
 
 
 @contextmanager
 def kept() -> Iterator[None]:
     """Restore the running job's files at the end of the block."""
-    before = dict(_files)
+    before = dict(FILES)
     try:
         yield
     finally:
-        _files.clear()
-        _files.update(before)
+        FILES.clear()
+        FILES.update(before)
 
 
 def paths() -> list[Path]:
     """Return the paths of the files in use."""
-    return [Path(algorithm.file) for algorithm in _files.values()]
-
-
-def channels(ranks: int) -> int:
-    """Return the largest number of queues between two ranks that an algorithm for `ranks` ranks needs."""
-    used = [algorithm.channels for algorithm in _files.values() if algorithm.ranks == ranks]
-    return max([_GENERATED_CHANNELS, *used])
+    return [Path(algorithm.file) for algorithm in FILES.values()]
 
 
 def candidates(kind: Kind, ranks: int) -> list[str]:
@@ -92,9 +84,9 @@ def sizes(name: str) -> Range:
 
     A file of an operation with a root has none, because the file is for one root, and a rule is for all.
     """
-    if name not in _files:
+    if name not in FILES:
         return Range(0)
-    algorithm = _files[name]
+    algorithm = FILES[name]
     if _kind_of(algorithm) in ROOTED:
         return Range(0, 0)
     return _span(algorithm)
@@ -102,7 +94,7 @@ def sizes(name: str) -> Range:
 
 def description(name: str) -> str:
     """Return the operations of a file's algorithm: `all_reduce on 4 ranks, 1 KiB to 64 KiB`."""
-    algorithm = _files[name]
+    algorithm = FILES[name]
     root = f" from or to rank {algorithm.root}" if _kind_of(algorithm) in ROOTED else ""
     sizes = "" if _span(algorithm) == Range(0) else f", {_span_words(algorithm)}"
     return f"{_kind_of(algorithm)}{root} on {algorithm.ranks} ranks{sizes}"
@@ -122,10 +114,10 @@ def nowhere(name: str) -> str:
     The text lists the known names and a likely correction.
     """
     ours = dict.fromkeys(name for kind in COLLECTIVES for name in _generated(kind))
-    if name in ours or name in _files:
+    if name in ours or name in FILES:
         return ""
-    what = unknown("algorithm", name, [*ours, *_files])
-    return what if "did you mean" in what else what + _meant(name, [*ours, *_files])
+    what = unknown("algorithm", name, [*ours, *FILES])
+    return what if "did you mean" in what else what + _meant(name, [*ours, *FILES])
 
 
 def refusal(signature: Signature) -> str:
@@ -141,7 +133,7 @@ def refusal(signature: Signature) -> str:
             f"there is no algorithm '{name}' for {kind} on {ranks} ranks; known: {', '.join(known)}"
             f"{_meant(name, known)}"
         )
-    algorithm, nbytes = _files[name], signature.nbytes or 0
+    algorithm, nbytes = FILES[name], signature.nbytes or 0
     if signature.root not in (None, algorithm.root):
         return f"algorithm '{name}' has root {algorithm.root}"
     if not _span(algorithm).covers(nbytes):
@@ -158,8 +150,8 @@ def _span_words(algorithm: Algorithm) -> str:
 
 def _elsewhere(name: str) -> str:
     """Return a refusal that names the operations of an algorithm; '' if no algorithm has this name."""
-    if name in _files:
-        return f"algorithm '{name}' is for {description(name)} ({_files[name].file})"
+    if name in FILES:
+        return f"algorithm '{name}' is for {description(name)} ({FILES[name].file})"
     kinds = [kind for kind in COLLECTIVES if name in _generated(kind)]
     return f"algorithm '{name}' is for {', '.join(kinds)}" if kinds else ""
 
@@ -175,8 +167,8 @@ def _meant(name: str, known: Sequence[str]) -> str:
 def algorithm_of(signature: Signature) -> Algorithm:
     """Return the algorithm that a signature names; `refusal` must be '' for it."""
     name = signature.algorithm or ""
-    if name in _files:
-        return _files[name]
+    if name in FILES:
+        return FILES[name]
     return _made(f"{signature.kind}_{name}", signature.ranks, signature.root)
 
 
@@ -206,6 +198,6 @@ def _of_files(kind: Kind, ranks: int) -> Sequence[str]:
     collective = COLLECTIVES.get(kind)
     return [
         name
-        for name, algorithm in _files.items()
+        for name, algorithm in FILES.items()
         if (algorithm.collective, algorithm.ranks) == (collective, ranks)
     ]

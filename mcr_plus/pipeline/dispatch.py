@@ -14,7 +14,6 @@ from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.engine.issue import refusing
 from mcr_plus.engine.operation import BoundOperation, burst_of
 from mcr_plus.engine.options import DispatchOptions
-from mcr_plus.engine.streams import stage_through_host
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
@@ -115,6 +114,8 @@ class DispatchStage(Stage):
         channel = runtime.channels[signature.backend or ""]
         backend = channel.backend
         if signature.device != "cpu" and not backend.on_stream and backend.name != "local":
+            from mcr_plus.engine.streams import stage_through_host
+
             return stage_through_host(
                 signature, self._operation(signature.replace(device="cpu"), runtime).bind()
             )

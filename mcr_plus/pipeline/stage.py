@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mcr_plus.backends.base import Backend
 from mcr_plus.core.group import Group
@@ -76,11 +76,8 @@ class Stage(ABC):
     """Step of the pipeline, built once per group as `StageClass(options, context)`.
 
     The class attribute `Options`, a subclass of `mcr_plus.config.options.StageOptions`, is the model of the
-    stage's options in configurations; a stage without it takes no options. `on_request`: True for a built-in
-    stage that is in the pipeline only if a configuration names it; other stages must always be named.
+    stage's options in configurations; a stage without it takes no options.
     """
-
-    on_request: ClassVar[bool] = False
 
     def __init__(self, options: Any, context: Context) -> None:
         """Build the stage, on all ranks of the group; `options` is an instance of `Options`."""

@@ -17,14 +17,12 @@ from mcr_plus.core.environment import package_version
 from mcr_plus.core.mapped_memory import made, mapped
 from mcr_plus.errors import LaunchError
 from mcr_plus.hosts.dump_request import address_of, opened
-from mcr_plus.hosts.findings import Findings
 from mcr_plus.membership.rules import Process
-from mcr_plus.rendezvous.network import meeting_address
-from mcr_plus.rendezvous.side_processes import start_once
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
+    from mcr_plus.hosts.findings import Findings
 
 _log = logging.getLogger("mcr_plus")
 
@@ -45,6 +43,8 @@ def open_findings(
     hosts = hosts_of(processes)
     if len(hosts) < 2:
         return None
+    from mcr_plus.hosts.findings import Findings  # imported here, as below: most jobs have one host
+
     size = Findings.size(len(processes))
     me = next(number for number, ranks in enumerate(hosts) if rank in ranks)
     starts = rank == hosts[me][0]
@@ -110,6 +110,8 @@ def hosts_of(processes: Sequence[Process]) -> list[list[int]]:
 
 def _link() -> tuple[socket.socket | None, tuple[str, int] | None]:
     """Return an agent's socket and address; None if this host has no address that others reach."""
+    from mcr_plus.rendezvous.network import meeting_address
+
     link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         link.bind((meeting_address(), 0))
@@ -122,6 +124,8 @@ def _link() -> tuple[socket.socket | None, tuple[str, int] | None]:
 
 def _start(order: dict[str, Any]) -> None:
     """Start the agent of this host."""
+    from mcr_plus.rendezvous.side_processes import start_once
+
     descriptors = [order[name] for name in ("memory", "socket", "requests") if order[name] is not None]
     try:
         problem = start_once("mcr_plus.hosts.agent", order, descriptors)

@@ -32,16 +32,13 @@ from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import LOOPBACK, job_secret, on_one_host
 from mcr_plus.core.proc import read_stat
 from mcr_plus.errors import LaunchError
-from mcr_plus.hosts.handshake import Handshakes, greeting
-from mcr_plus.hosts.stop_detector import REPORT
 from mcr_plus.rendezvous.identity import DIED, STOPPED
-from mcr_plus.rendezvous.network import meeting_address
-from mcr_plus.rendezvous.side_processes import command
 from mcr_plus.rendezvous.signing import address_of
-from mcr_plus.rendezvous.store_release import StoreRelease
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
+    from mcr_plus.hosts.handshake import Handshakes
+    from mcr_plus.rendezvous.store_release import StoreRelease
 
 Address = tuple[str, int]
 Listening = tuple[Address, Address | None]
@@ -84,6 +81,8 @@ class InitConnections:
         except (OSError, LaunchError) as error:
             _log.debug("lost ranks of other hosts are noticed only at the deadline of init: %s", error)
             return None
+        from mcr_plus.hosts.handshake import Handshakes  # imported here, as below: most jobs have one host
+
         self._enter(name)
         self._door = Handshakes(listener, self._key, _watch, members=ranks)
         own, its = listener.getsockname(), of_witness.getsockname()
@@ -96,6 +95,9 @@ class InitConnections:
 
         Until `close`, a request to `store` that a silent host does not answer is ended too.
         """
+        from mcr_plus.hosts.handshake import greeting
+        from mcr_plus.rendezvous.store_release import StoreRelease
+
         (host, port), of_witness = listening
         try:
             link = socket.create_connection((host, port), _CONNECTS_WITHIN)
@@ -215,6 +217,10 @@ class _DetectorProcess:
 
     def __init__(self, order: dict[str, Any], listener: socket.socket | None) -> None:
         """`order`: see `mcr_plus.hosts.stop_detector`. Raises `OSError` if the process does not start."""
+        from mcr_plus.hosts.stop_detector import REPORT
+        from mcr_plus.rendezvous.side_processes import command
+
+        self._report = REPORT
         self._stopped: set[int] = set()
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -240,8 +246,8 @@ class _DetectorProcess:
     def stopped(self) -> set[int]:
         """Return the ranks of other hosts that are stopped."""
         with contextlib.suppress(OSError):
-            while len(said := self._control.recv(REPORT.size)) == REPORT.size:
-                rank, is_stopped = REPORT.unpack(said)
+            while len(said := self._control.recv(self._report.size)) == self._report.size:
+                rank, is_stopped = self._report.unpack(said)
                 (self._stopped.add if is_stopped else self._stopped.discard)(rank)
         return self._stopped
 
@@ -278,6 +284,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _listener() -> socket.socket:
+    from mcr_plus.rendezvous.network import meeting_address
+
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.bind((meeting_address(), 0))

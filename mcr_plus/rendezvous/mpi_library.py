@@ -21,7 +21,6 @@ from mcr_plus.core.environment import (
     mpi4pys_library,
 )
 from mcr_plus.errors import BackendUnavailable
-from mcr_plus.rendezvous.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking_shared_memory
 
 _log = logging.getLogger("mcr_plus")
 MISSING: Final = "mpi4py is not installed"
@@ -108,6 +107,8 @@ def _warn_of_little_memory() -> None:
     """
     place = launch_environment()
     if place.launcher == "mpich":
+        from mcr_plus.rendezvous.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking_shared_memory
+
         user = f"MPICH with {place.local_size} ranks on this host"
         if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, user):
             _log.warning("%s, or MPI may end the ranks without a message", problem)

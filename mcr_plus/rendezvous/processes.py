@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.core.sockets import open_sockets, unacknowledged
+from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.hosts.dump_request import send
 from mcr_plus.hosts.protocol import RankFinding, silence
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
 from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.rendezvous.store_release import StoreRelease
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mcr_plus.core.c10d import Store
     from mcr_plus.hosts.findings import Findings
+    from mcr_plus.rendezvous.store_release import StoreRelease
 
 Status = Literal["running", "stopped", "dead", "silent", "left", "unknown"]
 LEFT: Final = "has left"
@@ -37,6 +38,14 @@ class Loss(NamedTuple):
 
     status: Literal["dead", "stopped", "silent"]
     seen: str
+
+
+def loss_of(losses: dict[int, Loss]) -> PeerLost | None:
+    """Return the error of a wait for ranks of the job, given their losses; None without any."""
+    if not losses:
+        return None
+    seen = "; ".join(dict.fromkeys(loss.seen for loss in losses.values()))
+    return PeerLost(f"{phrase_ranks(list(losses))} of the job: {seen}", list(losses), seen=seen)
 
 
 class Sight:
@@ -122,6 +131,8 @@ class Peers:
             self._enough = beats if shortens else heartbeat or beats
             self.patience = _FINDING_SHOWS + beats
             if rank != 0:  # rank 0 has the store, or shares the host of the agent that has it
+                from mcr_plus.rendezvous.store_release import StoreRelease  # most jobs have one host
+
                 self._release = StoreRelease(store, self.store_is_lost)
 
     def store_is_lost(self) -> bool:

@@ -36,7 +36,6 @@ from mcr_plus.rendezvous.arrivals import (
 )
 from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
-from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.store_namespaces import unused_name, unused_part
 from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
@@ -392,6 +391,8 @@ def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
     It listens on loopback, unless other hosts must reach it: `everywhere`, or MCR_SOCKET_IFNAME or
     GLOO_SOCKET_IFNAME names an interface.
     """
+    from mcr_plus.rendezvous.network import meeting_address
+
     address = meeting_address() if everywhere or meeting_interface() else LOOPBACK
     if address not in _own_servers:
         listener = _listen(address, 0)
@@ -458,6 +459,8 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Stor
     place = bytearray(64) + secrets.token_bytes(32)
     listener = None
     if comm.rank == 0:
+        from mcr_plus.rendezvous.network import meeting_address
+
         listener = _listen(address or meeting_address(), 0)
         host, port = listener.getsockname()
         place[:64] = f"{host}:{port}".encode().ljust(64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
@@ -12,8 +13,12 @@ from mcr_plus.config.document import Document, Mistakes
 from mcr_plus.config.options import StageOptions
 from mcr_plus.config.schema import Config
 from mcr_plus.errors import ConfigError
+from mcr_plus.msccl import FILES
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.tables.table import BUILT_IN, Table, load_table
+from mcr_plus.tables import BUILT_IN
+
+if TYPE_CHECKING:
+    from mcr_plus.tables.table import Table
 
 
 def checked_tables(config: Config) -> list[Table]:
@@ -22,7 +27,12 @@ def checked_tables(config: Config) -> list[Table]:
     Tables may name algorithms, so `use_algorithms` must run first. Raises `ConfigError` for errors in a
     table, and for rules that name a backend missing from the configuration or an unknown algorithm.
     """
-    tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
+    files = {ref.digest(): ref for ref in config.tables}.values()
+    if not files:
+        return []
+    from mcr_plus.tables.table import load_table  # imported here: most jobs name no table
+
+    tables = [load_table(ref.resolve()) for ref in files]
     mistakes = Mistakes()
     for table in tables:
         mistakes.collect(partial(_check_backends, table, config), None)
@@ -67,9 +77,10 @@ def use_algorithms(config: Config) -> None:
 
     Raises `ConfigError` for errors in a file, and if the configuration names an unknown algorithm.
     """
-    from mcr_plus.msccl.catalog import use
+    if config.algorithms or FILES:
+        from mcr_plus.msccl.catalog import use  # imported here: most jobs name no files
 
-    use(path for ref in config.algorithms for path in ref.resolve())
+        use(path for ref in config.algorithms for path in ref.resolve())
     for choice, place in _choices(config):
         check_algorithm(choice, place)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus import registry, tables
+from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Support
 from mcr_plus.config.names import names_no_algorithm
@@ -19,18 +19,17 @@ from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.tables.cost import CostModel, Estimate
-from mcr_plus.tables.fingerprint import differences, fingerprint_here
-from mcr_plus.tables.table import BUILT_IN, CLEAR, Query, Table, TableRule, load_table
+from mcr_plus.tables import BUILT_IN, FOLDER
 
 if TYPE_CHECKING:
     from mcr_plus.selection.online import Refinement
+    from mcr_plus.tables.cost import CostModel, Estimate
+    from mcr_plus.tables.table import Query, Table, TableRule
 
 # Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster for small messages, gloo
 # from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` measures
 # other machines.
 _CROSSOVER: Final = 64 * 1024
-_TABLES: Final = Path(tables.__file__).with_name("builtin")
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
     "MPICH": "mpich_2ranks_1host.yaml",
@@ -44,11 +43,13 @@ def built_in_table(world: World) -> Table | None:
     name = next((name for start, name in _BUILT_IN.items() if library.startswith(start)), None)
     if name is None or world.size != 2 or not world.single_host:
         return None
-    return _loaded(_TABLES / name, "")
+    return _loaded(FOLDER / name, "")
 
 
 @lru_cache(maxsize=64)
 def _loaded(path: Path, digest: str) -> Table:  # noqa: ARG001 - a changed file is a new cache entry
+    from mcr_plus.tables.table import load_table  # imported here: most jobs have no table
+
     return load_table(path)
 
 
@@ -72,7 +73,6 @@ class SelectStage(Stage):
             self._table = _loaded(options.table.resolve(), options.table.digest())
         elif context.config.backends is None:
             self._table = built_in_table(context.world)
-        self._costs = CostModel(self._table) if self._table is not None else None
         hosts = Counter(context.world.hosts[rank] for rank in context.group.ranks)
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
         self._refinement: Refinement | None = None
@@ -123,6 +123,14 @@ class SelectStage(Stage):
         if self._refinement is not None:
             self._refinement.earlier = kept
 
+    @cached_property
+    def _costs(self) -> CostModel | None:
+        if self._table is None:
+            return None
+        from mcr_plus.tables.cost import CostModel  # imported here: only `explain` and refinement need it
+
+        return CostModel(self._table)
+
     # -- selection --------------------------------------------------------------------------------
 
     def _choose(self, signature: Signature) -> tuple[str, str, TableRule | None]:
@@ -168,11 +176,16 @@ class SelectStage(Stage):
 
     def _query(self, signature: Signature) -> Query:
         """Return the operation as a query for a table."""
-        nbytes = self._options.vector_size if signature.nbytes is None else signature.nbytes
+        from mcr_plus.tables.table import Query
+
+        nbytes = self._nbytes(signature)
         return Query(
             signature.kind, nbytes, dtype_name(signature.dtype), signature.ranks, self._nodes,
             self._ranks_per_node, signature.device, signature.async_op,
         )  # fmt: skip
+
+    def _nbytes(self, signature: Signature) -> int | None:
+        return self._options.vector_size if signature.nbytes is None else signature.nbytes
 
     def _preferred(self, signature: Signature) -> tuple[str, str]:
         refused: list[str] = []
@@ -190,7 +203,7 @@ class SelectStage(Stage):
         known = self._context.backends
         if self._context.config.backends is not None:
             return list(known)
-        nbytes = self._query(signature).nbytes
+        nbytes = self._nbytes(signature)
         large = nbytes is None or nbytes >= _CROSSOVER
 
         def place(name: str) -> float:
@@ -254,6 +267,8 @@ class SelectStage(Stage):
         table, world = self._table, self._context.world
         if table is None or not self._own:
             return {}
+        from mcr_plus.tables.fingerprint import differences, fingerprint_here
+
         shape = Counter(world.hosts)
         here = fingerprint_here(
             world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())
@@ -301,6 +316,8 @@ class SelectStage(Stage):
             return "the table names another, which was not measured"
         if not (own.comparable and other.comparable):
             return f"not measured at this size; {rule.place} decides"
+        from mcr_plus.tables.table import CLEAR
+
         if max(own.us / other.us, other.us / own.us) < CLEAR:
             return "expected to take as long"
         if other.us > own.us:
@@ -314,6 +331,8 @@ def _all_the_same(rule: TableRule, name: str) -> str:
     """Return the reason why a rule does not choose a candidate that was faster at one of its sizes."""
     if rule.reason:
         return f"; reason of the rule: {rule.reason}"
+    from mcr_plus.tables.table import CLEAR
+
     advantage = rule.advantage(name)
     if advantage is not None and advantage >= CLEAR:
         longer = f"{_factor(advantage)} × as long"

@@ -1,1 +1,9 @@
 """Tuning tables: rules, cost, fingerprints, files, and formats of other libraries."""
+
+from pathlib import Path
+from typing import Final
+
+FOLDER: Final = Path(__file__).with_name("builtin")
+"""Folder of the built-in tables."""
+BUILT_IN: Final = "built-in"
+"""The `backend` of rules that leave their operations to the built-in preference."""

@@ -18,7 +18,6 @@ from typing import Final
 
 import torch
 
-from mcr_plus.backends import backend_class
 from mcr_plus.core.environment import package_version
 
 FACTS: Final = ("mcr_plus", "torch", "ranks", "nodes", "ranks_per_node", "cpu", "cores", "gpu")
@@ -30,7 +29,7 @@ Fingerprint = Mapping[str, tuple[str, ...]]
 def fingerprint_here(
     libraries: Mapping[str, str], *, ranks: int, nodes: int, ranks_per_node: int
 ) -> dict[str, tuple[str, ...]]:
-    """Return the facts of this job; `libraries` are the versions of its backends (see `library_versions`)."""
+    """Return the facts of this job; `libraries` are the versions of its backends (see `backends`)."""
     facts = {
         "mcr_plus": package_version(),
         "torch": version("torch"),
@@ -43,12 +42,6 @@ def fingerprint_here(
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
     return {name: (value,) for name, value in facts.items()}
-
-
-def library_versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the libraries of backends in use in this process, by backend, such as `Open MPI 5.0.11`."""
-    versions = {name: backend_class(name).library_version() for name in names}
-    return {name: library for name, library in versions.items() if library}
 
 
 def differences(stated: Fingerprint, here: Fingerprint) -> list[str]:

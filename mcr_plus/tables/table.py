@@ -72,11 +72,10 @@ from mcr_plus.core.units import (
     parse_size,
 )
 from mcr_plus.errors import short, unknown
+from mcr_plus.tables import BUILT_IN as BUILT_IN
 from mcr_plus.tables.fingerprint import FACTS, Fingerprint
 
 DEVICES = ("cpu", "cuda")
-BUILT_IN: Final = "built-in"
-"""The `backend` of rules that leave their operations to the built-in preference."""
 MAX_RULES = 2048  # the check for unreachable rules compares all pairs of keys
 CLEAR: Final = 1.005
 """Times with a smaller ratio count as equal."""

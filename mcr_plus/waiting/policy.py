@@ -29,10 +29,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from mcr_plus.core.environment import usable_cores
-from mcr_plus.waiting.rescheduling import ReschedulingThread
 
 if TYPE_CHECKING:
     from mcr_plus.waiting.futex import Wakeups
+    from mcr_plus.waiting.rescheduling import ReschedulingThread
 
 WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
 
@@ -189,6 +189,8 @@ class WaitStrategy:
             return
         self._next_relay = math.inf  # none until this one is over, or at all without a thread
         if self._relay is None:
+            from mcr_plus.waiting.rescheduling import ReschedulingThread  # not needed on calm hosts
+
             with contextlib.suppress(RuntimeError):
                 self._relay = ReschedulingThread()
         relay = self._relay

@@ -4,8 +4,9 @@
     python tests/support/house.py --modules    the page of the site that lists every module
 
 Lines are those of files of the package, linked folders included. What a job loads is measured on rank 0 of
-two, under torchrun; calls are Python calls of the package, by `sys.setprofile`. So is the path of a loss,
-on rank 0 of three.
+two, under torchrun; calls are Python calls of the package, by `sys.setprofile`. A wait counts each function
+that it calls once, because the number of polls depends on when the other rank comes. So is the path of a
+loss counted, on rank 0 of three.
 """
 
 from __future__ import annotations
@@ -34,10 +35,16 @@ def resident(*names):
         return sum(int(line.split()[1]) for line in file if line.startswith(names)) / 1024
 
 def calls(run):
-    count = 0
+    count, polled = 0, None
     def note(frame, event, _):
-        nonlocal count
-        count += event == "call" and frame.f_globals.get("__name__", "").startswith("mcr_plus")
+        nonlocal count, polled
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if event == "call" and module.startswith("mcr_plus") and code not in (polled or ()):
+            count += 1
+            if polled is not None:
+                polled.add(code)
+        if module == "mcr_plus.engine.engine" and code.co_name == "_wait" and event in ("call", "return"):
+            polled = set() if event == "call" else None
     sys.setprofile(note)
     run()
     sys.setprofile(None)

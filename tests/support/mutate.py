@@ -75,9 +75,9 @@ MUTATIONS = (
     Mutation("EF21 difference", "compression/ef21.py", "(values - mine).mul_(scale)", "(values + mine).mul_(scale)", "test_feedback"),
     Mutation("mean of compressed sums", "compression/schemes.py", '1 / signature.ranks if signature.reduce_op == "AVG" else 1.0', "1.0", "test_compressed"),
     Mutation("messages of variable rate", "compression/policy.py", "if signature.is_p2p and not (traits.fixed_rate or traits.keeps_received):", "if False:", "test_compress_stage test_compressed"),
-    Mutation("mean in int8 over gloo", "backends/gloo/channel.py", 'if op == "AVG" else None', "if False else None", "test_conformance"),
+    Mutation("mean in int8 over gloo", "backends/gloo/operations.py", 'if op == "AVG" else None', "if False else None", "test_conformance"),
     # backends
-    Mutation("root of gloo", "backends/gloo/channel.py", "BroadcastOptions(), rootRank=root", "BroadcastOptions(), rootRank=0", "test_conformance"),
+    Mutation("root of gloo", "backends/gloo/operations.py", "BroadcastOptions(), rootRank=root", "BroadcastOptions(), rootRank=0", "test_conformance"),
     Mutation("largest count of MPI", "backends/mpi/backend.py", "_MAX_COUNT: Final = 2**31 - 1", "_MAX_COUNT: Final = 2**40", "test_explain test_conformance test_arguments"),
     Mutation("algorithms beside gloo", "backends/gloo/backend.py", "if signature.algorithm is not None:", "if False:", "test_explain test_config test_compress_stage"),
     # dispatch

@@ -726,7 +726,7 @@ def test_the_table_is_that_of_the_library(tmp_path: Path, monkeypatch: pytest.Mo
     for name, backend in (("openmpi", "mpi"), ("mpich", "gloo")):
         text = f'version: 1\nrules: [{{kind: "*", bytes: 0.., backend: {backend}}}]\n'
         (tmp_path / f"{name}_2ranks_1host.yaml").write_text(text)
-    monkeypatch.setattr(stage, "_TABLES", tmp_path)
+    monkeypatch.setattr(stage, "FOLDER", tmp_path)
     for mpi, backend in (("Open MPI 5.0.11", "mpi"), ("MPICH 5.0.2", "gloo")):
         found = built_in_table(world(mpi=mpi))
         assert found is not None

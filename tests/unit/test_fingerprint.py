@@ -18,6 +18,7 @@ from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus import registry
+from mcr_plus.backends import library_versions
 from mcr_plus.backends.nccl import NcclBackend
 from mcr_plus.core.environment import cores
 from mcr_plus.errors import ConfigError
@@ -27,7 +28,6 @@ from mcr_plus.tables.fingerprint import (
     cpu_name,
     differences,
     fingerprint_here,
-    library_versions,
     merged,
 )
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import mcr_plus as mcr
-from mcr_plus.backends.gloo.channel import GlooChannel
+from mcr_plus.backends.gloo.operations import GlooOperations
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.collectives import Collectives
 from mcr_plus.backends.nccl.channel import NcclChannel
@@ -24,7 +24,7 @@ from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 ROOT = Path(__file__).parents[2]
 BINDERS: dict[str, list[type]] = {
-    "gloo": [GlooChannel],
+    "gloo": [GlooOperations],
     "mpi": [Collectives, MpiChannel],
     "nccl": [NcclChannel],
 }

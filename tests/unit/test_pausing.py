@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcr_plus.backends.base import BlockingPoll, Poll
-from mcr_plus.backends.gloo.channel import _Started
+from mcr_plus.backends.gloo.operations import _Started
 from mcr_plus.engine.backoff import pause_wait
 from mcr_plus.engine.channel_wrapper import SteppedPoll
 from mcr_plus.waiting.policy import Pause, WaitStrategy

@@ -14,7 +14,7 @@ import torch
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
 from mcr_plus.api import collectives
-from mcr_plus.core import foreign_names
+from mcr_plus.core import foreign_module_names, foreign_names
 
 FUNCTIONS = [name for name in mcr.__all__ if hasattr(mcr.Communicator, name)]
 
@@ -182,7 +182,7 @@ def test_an_unknown_name_of_a_module_says_which_was_meant(module: str, name: str
 @pytest.mark.parametrize(
     ("names", "own"),
     [
-        (foreign_names.OF_HOROVOD, hvd.__all__),
+        (foreign_module_names.OF_HOROVOD, hvd.__all__),
         (foreign_names.OF_COMMUNICATORS, dir(mcr.Communicator)),
         (foreign_names.OF_WORKS, dir(mcr.Work)),
     ],

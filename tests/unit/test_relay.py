@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mcr_plus.hosts.dump_relay import DumpRelay
-from mcr_plus.rendezvous import heartbeats
+from mcr_plus.rendezvous import heartbeats, network
 from mcr_plus.rendezvous.identity import own_process
 
 KEY = b"secret"
@@ -79,7 +79,7 @@ def test_a_host_whose_agent_takes_no_requests_has_heartbeats(monkeypatch: pytest
 
     monkeypatch.setattr(heartbeats, "opened", refuse)
     monkeypatch.setattr(heartbeats, "exchange", exchanged)
-    monkeypatch.setattr(heartbeats, "meeting_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(network, "meeting_address", lambda: "127.0.0.1")
     monkeypatch.setattr(heartbeats, "_start", orders.append)
     findings = heartbeats.open_findings(None, 0, others, b"secret", 0.0, 5.0)  # type: ignore[arg-type]
     assert findings is not None

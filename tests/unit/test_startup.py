@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import house
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +54,16 @@ def test_a_shrink_compiles_nothing() -> None:
     shrinks = "import sys, mcr_plus as mcr; mcr.init(); mcr.shrink; "
     program = f"{shrinks}print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
     assert loaded([sys.executable, "-c", program]) == ["[]"]
+
+
+@pytest.mark.long
+def test_a_default_job_loads_a_part_of_the_package() -> None:
+    """A capability that it does not use is imported by its first use."""
+    counts = house.counted(house.JOB, "torch.distributed.run", "--nproc-per-node", "2")
+    assert counts["modules"] <= 150
+    assert counts["lines"] <= 24_500
+    assert counts["first collective, calls"] <= 500
+    assert counts["next new signature, calls"] <= 350
 
 
 def test_a_command_imports_no_other() -> None:

@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
-from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces, stuck
-from mcr_plus.backends.gloo.keys import compares_keys
-from mcr_plus.backends.gloo.swap import swaps
+from mcr_plus.backends.gloo.channel import GlooChannel, stuck
 from mcr_plus.core import c10d
 from mcr_plus.core.buffers import Pool
 from mcr_plus.core.environment import gloo_connects_late
@@ -34,7 +32,6 @@ from mcr_plus.core.sockets import (
 )
 from mcr_plus.core.threads import threads
 from mcr_plus.errors import Unsupported
-from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.world import World
 
 _SLACK: Final = timedelta(seconds=30)  # gloo's own timeout must not expire before ours
@@ -68,7 +65,11 @@ class GlooBackend(Backend):
         self._channels: list[GlooChannel] = []
         self._connections: dict[int, str] = {}
         self._pool = Pool()
-        self._address = "127.0.0.1" if world.single_host else host_address()
+        self._address = "127.0.0.1"
+        if not world.single_host:
+            from mcr_plus.rendezvous.network import host_address
+
+            self._address = host_address()
         before = open_sockets()
         self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=self._address)
         self._listener = listener_among(open_sockets().items() - before.items())
@@ -99,6 +100,9 @@ class GlooBackend(Backend):
             return Support("emulated", "staged through host memory")
         kind = signature.kind
         if kind in ("all_reduce", "reduce"):
+            from mcr_plus.backends.gloo.keys import compares_keys
+            from mcr_plus.backends.gloo.operations import gloo_reduces
+
             if compares_keys(signature):
                 own = "exchange, then each rank compares"
                 keys = f"{signature.reduce_op} of integers in the order of the values"
@@ -113,6 +117,8 @@ class GlooBackend(Backend):
     @classmethod
     def keeps_those_apart(cls, signature: Signature, hosts: int) -> bool:
         """See `Backend`. Exchanges between two ranks are messages, which have tags."""
+        from mcr_plus.backends.gloo.swap import swaps
+
         return swaps(signature, hosts)
 
     @classmethod

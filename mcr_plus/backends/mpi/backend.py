@@ -16,14 +16,9 @@ from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
-from mcr_plus.backends.mpi import shrinking
-from mcr_plus.backends.mpi.channel import MpiChannel
-from mcr_plus.backends.mpi.contexts import Contexts
-from mcr_plus.backends.mpi.datatypes import own_reduction
-from mcr_plus.backends.mpi.p2p import MatchingQueue
 from mcr_plus.core.environment import rank_by_mpi, started_by_mpi
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING
@@ -32,6 +27,9 @@ from mcr_plus.errors import BackendError, BackendUnavailable, LaunchError
 from mcr_plus.rendezvous.mpi_library import REMEDY, load_mpi, missing_library
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.mpi.p2p import MatchingQueue
 
 _MAX_COUNT: Final = 2**31 - 1
 _HOW_TO_START: Final = "start the job with mcr-plus run or mpirun, or name no mpi in `backends`"
@@ -55,8 +53,10 @@ class MpiBackend(Backend):
     off = ""  # the reason why MPI is unusable in this process
 
     def __init__(self, world: World) -> None:  # noqa: ARG002 - a Backend
+        from mcr_plus.backends.mpi.shrinking import everyone
+
         self._mpi = load_mpi()
-        self._comm = shrinking.everyone()
+        self._comm = everyone()
         self._probe, self._own_probe = _probes()
         self._busy: set[MatchingQueue] = set()  # queues with waiting receives
 
@@ -82,8 +82,10 @@ class MpiBackend(Backend):
     def unavailable_in(cls, world: World) -> str:
         """See `Backend`. The job must have been started by an MPI launcher, with the same rank numbers."""
         if world.roster is not None and world.roster.epoch > 0:
+            from mcr_plus.backends.mpi.shrinking import follow
+
             refusal = cls.off or cls._not_started(None) or cls._unloadable()
-            refusal = shrinking.follow(world, world.roster, refusal)
+            refusal = follow(world, world.roster, refusal)
             cls.off = cls.off or refusal
             return refusal
         refusal = cls.off or cls._not_started(world)
@@ -95,7 +97,9 @@ class MpiBackend(Backend):
         refusal = refusal or cls._unloadable()
         if refusal:
             return refusal
-        comm = shrinking.everyone()
+        from mcr_plus.backends.mpi.shrinking import everyone
+
+        comm = everyone()
         if (comm.size, comm.rank) == (world.size, world.rank):
             return ""
         return (
@@ -147,6 +151,8 @@ class MpiBackend(Backend):
             return Support("no", f"more than {_MAX_COUNT} elements in one MPI call")
         if signature.kind not in REDUCING:
             return NATIVE
+        from mcr_plus.backends.mpi.datatypes import own_reduction
+
         if how := own_reduction(signature.reduce_op, signature.dtype):
             return Support("emulated", f"an MPI_Op of our own that {how} (compiled by numba)")
         if signature.reduce_op == "AVG":
@@ -157,6 +163,9 @@ class MpiBackend(Backend):
         """See `Backend.open`."""
         if self.off:
             raise BackendUnavailable(f"backend mpi: {self.off}")
+        from mcr_plus.backends.mpi.channel import MpiChannel  # imported here: most launchers start no MPI
+        from mcr_plus.backends.mpi.contexts import Contexts
+
         mpi = self._mpi
         try:
             everyone = self._comm.Get_group()

@@ -8,10 +8,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
-from mcr_plus.backends.shm import collectives_kernels, p2p_kernels
+from mcr_plus.backends.shm import collectives_kernels
 from mcr_plus.backends.shm.collectives import DirectCollectives, mismatch
-from mcr_plus.backends.shm.p2p import PointToPoint
-from mcr_plus.backends.shm.p2p_kernels import CHECKED
 from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
@@ -19,12 +17,13 @@ from mcr_plus.core.environment import package_version
 from mcr_plus.core.kinds import IN_PLACE, KINDS, MESSAGES, REDUCING, VECTOR, Kind, collective
 from mcr_plus.errors import AlgorithmError, OperationsDiffer, OrderMismatch
 from mcr_plus.kernels.compiling import preparing
-from mcr_plus.msccl import catalog
+from mcr_plus.msccl import channels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mcr_plus.backends.base import Corrupted, Poll, Start
+    from mcr_plus.backends.shm.p2p import PointToPoint
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
     from mcr_plus.core.units import Range
@@ -106,16 +105,22 @@ class MscclBackend(Backend):
     @classmethod
     def algorithms(cls, kind: Kind, ranks: int) -> list[str]:
         """See `Backend`."""
+        from mcr_plus.msccl import catalog  # imported here, as below: most jobs name no algorithm
+
         return catalog.candidates(kind, ranks)
 
     @classmethod
     def unknown_algorithm(cls, name: str) -> str:
         """See `Backend`."""
+        from mcr_plus.msccl import catalog
+
         return catalog.nowhere(name)
 
     @classmethod
     def sizes(cls, algorithm: str) -> Range:
         """See `Backend`."""
+        from mcr_plus.msccl import catalog
+
         return catalog.sizes(algorithm)
 
     @classmethod
@@ -124,6 +129,8 @@ class MscclBackend(Backend):
         if signature.kind not in _KERNELS and signature.kind not in MESSAGES:
             return Support("no", f"{signature.kind}; msccl has {', '.join((*_KERNELS, *MESSAGES))}")
         if signature.algorithm is not None:
+            from mcr_plus.msccl import catalog
+
             why = catalog.refusal(signature) or _too_large(signature)
             if why:
                 return Support("no", why)
@@ -163,6 +170,8 @@ class MscclBackend(Backend):
 
 def _too_large(signature: Signature) -> str:
     """Return why an algorithm is too large for the verifier or for the shared memory, or ''."""
+    from mcr_plus.msccl import catalog
+
     try:
         most, slot = catalog.algorithm_of(signature).largest_step, _shape(signature.ranks).slot
     except AlgorithmError as error:
@@ -176,11 +185,11 @@ def _too_large(signature: Signature) -> str:
 
 def _shape(ranks: int) -> Shape:
     unit = 64 * ranks
-    channels = _MESSAGES + catalog.channels(ranks)
-    slots = ranks * (ranks - 1) * channels * _DEPTH
+    queues = _MESSAGES + channels(ranks)
+    slots = ranks * (ranks - 1) * queues * _DEPTH
     return Shape(
         ranks,
-        channels=channels,
+        channels=queues,
         depth=_DEPTH,
         slot=max(_LEAST_SLOT, min(_SLOT, _SLOTS // slots)) // 64 * 64,
         area=min(_AREA, _AREAS // (2 * ranks)) // unit * unit,
@@ -219,14 +228,13 @@ class SharedMemoryChannel(Channel):
         # for milliseconds.
         self._yields = _YIELDS if world.oversubscribed else 0
         self._collectives = DirectCollectives(segment, spins=_SPINS, yields=self._yields)
-        self._p2p = PointToPoint(segment, group, yields=self._yields)
+        self._p2p: PointToPoint | None = None  # until the first message is bound
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel`."""
         if signature.kind in MESSAGES:
-            with preparing("msccl's messages"):
-                p2p_kernels.prepare()
-            bind = self._p2p.bind_send if signature.kind == "send" else self._p2p.bind_receive
+            messages = self._messages("msccl's messages")
+            bind = messages.bind_send if signature.kind == "send" else messages.bind_receive
             return bind(signature)
         if signature.kind in VECTOR:
             return self._bind_uneven(signature, *_values(signature))
@@ -247,13 +255,27 @@ class SharedMemoryChannel(Channel):
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
         """See `Channel`. Message headers say whether a message carries checksums."""
-        with preparing("msccl's messages with checksums"):
-            p2p_kernels.prepare()
-            if not self._p2p.check():
+        what = "msccl's messages with checksums"
+        messages = self._messages(what)
+        with preparing(what):
+            if not messages.check():
                 return None
         if signature.kind == "send":
-            return self._p2p.bind_send(signature, CHECKED)
-        return self._p2p.bind_receive(signature, corrupted)
+            from mcr_plus.backends.shm.p2p_kernels import CHECKED
+
+            return messages.bind_send(signature, CHECKED)
+        return messages.bind_receive(signature, corrupted)
+
+    def _messages(self, what: str) -> PointToPoint:
+        """Return the sends and receives of this channel, with their kernels ready; `what`: for messages."""
+        from mcr_plus.backends.shm import p2p_kernels  # imported here: most jobs send no messages
+        from mcr_plus.backends.shm.p2p import PointToPoint
+
+        with preparing(what):
+            p2p_kernels.prepare()
+        if self._p2p is None:
+            self._p2p = PointToPoint(self._segment, self._group, yields=self._yields)
+        return self._p2p
 
     def direct(self, signature: Signature) -> Any:
         """Return the state of a direct collective of equal sizes, see `DirectCollectives.bind`."""
@@ -277,6 +299,7 @@ class SharedMemoryChannel(Channel):
     def _bind_algorithm(self, signature: Signature) -> Start:
         from mcr_plus.backends.shm import interpreter_kernels  # here: most jobs' tables name no algorithm
         from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
+        from mcr_plus.msccl import catalog
 
         width, kernels = _values(signature)
         count, algorithm = _count(signature, width), catalog.algorithm_of(signature)
@@ -339,7 +362,8 @@ class SharedMemoryChannel(Channel):
         """Progress pending operations."""
         if not self._closed:
             self._queue.progress()
-            self._p2p.progress()
+            if self._p2p is not None:
+                self._p2p.progress()
 
     def stop_operations(self) -> bool:
         """See `Channel`."""

@@ -20,13 +20,11 @@ from unittest import mock
 import pytest
 import torch
 from command import mcr_plus
-from numba.core.caching import IndexDataCacheFile
 from ranks import has_come, run_ranks, wait_for_ranks
 
 import mcr_plus as mcr
 from mcr_plus.cli import warmup
 from mcr_plus.kernels import compiling, sources
-from mcr_plus.kernels.cpu import c_function
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 DEADLINE_S = 3.0
@@ -501,6 +499,8 @@ def test_functions_without_a_module_can_be_compiled() -> None:
 def _adder(number: int) -> Any:
     """A C function that adds; all of them have the same text."""
 
+    from mcr_plus.kernels.cpu import c_function
+
     def add(value):  # type: ignore[no-untyped-def]
         return value + number
 
@@ -511,6 +511,8 @@ def test_functions_of_one_text_that_are_compiled_at_once_are_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two processes, both begin to write before either has, and the first one writes last."""
+    from numba.core.caching import IndexDataCacheFile
+
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     write: Any = IndexDataCacheFile._save_data
     writes: list[Any] = []

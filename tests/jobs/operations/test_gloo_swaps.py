@@ -163,7 +163,7 @@ def waits_for_a_late_rank() -> dict[str, Any]:
     _known(comm)
     (gloo,) = (each for each in runtime.current().engine.backends if isinstance(each, GlooBackend))
     for channel in gloo._channels:
-        channel._pg._set_default_timeout(timedelta(seconds=GLOO_S))
+        channel.pg._set_default_timeout(timedelta(seconds=GLOO_S))
     received, works, issued = torch.zeros(3), list[mcr.Work](), []
     if comm.rank == 0:
         issued = _issued(comm, DEPTH)

@@ -20,6 +20,7 @@ from command import mcr_plus
 from ranks import run_ranks, wait_for_files
 
 import mcr_plus as mcr
+from mcr_plus import msccl
 from mcr_plus.backends.shm.queue import WorkQueue
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
@@ -655,7 +656,7 @@ def test_memory_is_allocated_for_used_channels_only(tmp_path: Path) -> None:
     before = _shape(2)
     with catalog.kept():
         catalog.use([tmp_path / "one.xml"])
-        assert catalog.channels(2) == catalog.algorithm_of(_signature(algorithm="one")).channels == 1
+        assert msccl.channels(2) == catalog.algorithm_of(_signature(algorithm="one")).channels == 1
         assert _shape(2) == before
         with pytest.raises(ConfigError, match=r"all.xml:1: algo.nchannels: 9+, expected 1 to 256$"):
             catalog.use([tmp_path / "all.xml"])

@@ -132,6 +132,13 @@ class _Evil:
         return Path.touch, (Path(self.path),)
 
 
+def guess_secret(running: Any) -> None:
+    """Sign objects from here on with another secret than the job's."""
+    running.world = replace(running.world, secret=b"guessed" * 5)
+    for opened in running.groups:
+        opened.objects._secret = running.world.secret
+
+
 def visited(folder: str) -> list[str]:
     """Rank 1 is the stranger: at first one who knows the port of the store, then one in a data channel."""
     found = []
@@ -163,7 +170,7 @@ def visited(folder: str) -> list[str]:
     assert comm.broadcast_object([comm.rank], 1) == [1]
     evil = _Evil(f"{folder}/touched.{comm.rank}") if comm.rank == 1 else None
     if evil:
-        running.world = replace(running.world, secret=b"guessed" * 5)
+        guess_secret(running)
     for call in (lambda: comm.all_gather_object(evil), lambda: comm.broadcast_object(evil, 1)):
         if comm.rank == 0:
             with pytest.raises(mcr.BackendError) as unread:
@@ -202,7 +209,7 @@ def visited_by_horovod(folder: str) -> list[str]:
     evil: Any = None
     optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1.0 + hvd.rank())
     if hvd.rank() == 1:
-        running.world = replace(running.world, secret=b"guessed" * 5)
+        guess_secret(running)
         evil = _Evil(f"{folder}/touched")
         optimizer.param_groups[0]["evil"] = evil
     calls = [

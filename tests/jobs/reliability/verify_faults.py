@@ -109,8 +109,9 @@ _carriers: list[Any] = []  # as long as shared memory may call them
 def _in_slots(
     channel: SharedMemoryChannel, armed: dict[int, int], flips: list[int], draw: random.Random
 ) -> None:
-    assert channel._p2p.check()
-    state = channel._p2p._state
+    messages = channel._messages("faults")
+    assert messages.check()
+    state = messages._state
     for word in (rows.CARRY_OUT, rows.CARRY_IN):
         carry = _CARRY(int(state[word]))
 
@@ -173,4 +174,4 @@ def _beside_gloo(armed: dict[int, int], flips: list[int], draw: random.Random) -
 def carries_checksum(channel: SharedMemoryChannel, peer: int, *, incoming: bool) -> bool:
     """Whether the last message to or from a rank has carried checksums."""
     row = rows.HEAD + (2 * peer + incoming) * rows.ROW
-    return bool(channel._p2p._state[row + rows.MARK] == rows.CHECKED)
+    return bool(channel._messages("faults")._state[row + rows.MARK] == rows.CHECKED)

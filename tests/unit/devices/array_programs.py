@@ -90,7 +90,7 @@ def dropped(rank: Any, **how: Any) -> Values:
     rank.step()
     rank.comm.all_reduce(y, **how)
     del y
-    rank.comm.arrays.finish()  # as the group's end does
+    rank.comm.opened.finish_arrays()  # as the group's end does
     return read
 
 

@@ -48,6 +48,7 @@ from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.world import World
+from mcr_plus.waiting import progress_thread
 
 
 class Rank:
@@ -88,9 +89,8 @@ class Rank:
         parts: dict[str, Pipeline] = {}
         for part, inner in inner_groups(config, self.world.hosts, group).items():
             parts[part] = self._open(inner, config.below("hierarchical")).pipeline
-        return OpenGroup(
-            group, Pipeline(Context(config, self.world, group, classes, runtime, parts)), runtime, config
-        )
+        pipeline = Pipeline(Context(config, self.world, group, classes, runtime, parts))
+        return OpenGroup(group, pipeline, runtime, config, b"")
 
     def tensor(self, values: Any) -> torch.Tensor:
         """Values on this rank's device, by its current stream."""
@@ -328,7 +328,7 @@ def _patched(job: Job) -> Iterator[None]:
         patch.setattr(link, "time", still)  # what a program does must not depend on how fast the machine is
         patch.setattr(engine, "time", still)
         patch.setattr(desync, "time", still)
-        patch.setattr(engine, "ProgressThread", partial(Helper, job))
+        patch.setattr(progress_thread, "ProgressThread", partial(Helper, job))
         patch.setattr(core_work, "_retained", RetainedByRank(job))
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
         patch.setattr(engine, "pause_wait", pause)

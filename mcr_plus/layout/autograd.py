@@ -173,8 +173,7 @@ _NEXT: Final = {"same": (1, 0), "sum": (1, 2, 1)}
 
 @lru_cache(maxsize=256)
 def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_ScaledMove, ...]:
-    """Return the moves of the value and of the gradient, and that of the second-order gradient if it
-    differs."""
+    """Return the moves of the value, of the gradient, and of the second-order gradient if it differs."""
     if target.is_partial:
         raise InvalidArgument(f"target {target}: values cannot be divided into addends")
     if source.is_partial and source.op not in ("SUM", "AVG"):

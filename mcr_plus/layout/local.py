@@ -62,8 +62,7 @@ class KnownLocals:
         """Addresses in the last call, whose tensors were found to be disjoint in memory."""
 
     def rows(self, source: State, target: State | None) -> dict[str, Local] | None:
-        """Return the tensors if all are disjoint and match the last call; None if the full check is
-        needed."""
+        """Return the tensors if they are disjoint and match the last call; None if a full check is needed."""
         if type(source) is not dict or not (target is None or type(target) is dict):
             return None
         if target is not None and not target.keys() <= self._names:
@@ -112,8 +111,7 @@ class KnownLocals:
 
 
 def checked(source: State, target: State, layouts: Mapping[str, tuple[Layout, Layout]], rank: int) -> Given:
-    """Return the tensors that have layouts. Raises `InvalidArgument` or `Unsupported` for an invalid
-    tensor."""
+    """Return the tensors with layouts. Raises `InvalidArgument` or `Unsupported` for an invalid tensor."""
     for what, state in (("source", source), ("target", target)):
         if not isinstance(state, Mapping):
             raise InvalidArgument(
@@ -156,8 +154,7 @@ def local(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Local:
-    """Return the tensors to send and to receive into. `shape`: local shape in the target, None if this rank
-    has no part."""
+    """Return the tensors to send and to receive. `shape`: local shape in the target, None without a part."""
     result = out
     if shape is not None and (out is None or not is_plain(out)):
         result = torch.empty(shape, dtype=dtype, device=device if out is None else out.device)
@@ -243,8 +240,7 @@ def _spans(tensors: Iterable[torch.Tensor | None]) -> Ints:
 
 
 def _meeting(reads: Ints, writes: Ints) -> Flags | None:
-    """Return a mask of the spans in `reads` that overlap a span in `writes`; None if `writes` overlap each
-    other."""
+    """Return a mask of `reads`: spans that overlap any of `writes`; None if `writes` are not disjoint."""
     writes = writes[writes[:, 0] < writes[:, 1]]
     lows, highs = writes[np.argsort(writes[:, 0])].T
     if (lows[1:] < highs[:-1]).any():

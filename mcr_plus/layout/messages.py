@@ -52,8 +52,7 @@ class BoxRows(NamedTuple):
         return BoxRows(self.peers[which], self.boxes.take(which), self.addends[which], self.pieces[which])
 
     def ordered(self) -> BoxRows:
-        """Return the rows sorted by peer, addend and position in the tensor, an order that is the same on
-        both sides."""
+        """Return the rows sorted by peer, addend and position in the tensor: the same order on both sides."""
         return self.take(
             np.lexsort([*self.boxes.highs.T[::-1], *self.boxes.lows.T[::-1], self.addends, self.peers])
         )

@@ -147,8 +147,7 @@ def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -
 
 
 def _broadcast(source: Layout, target: Layout) -> NativeCollective | None:
-    """Return broadcasts in disjoint groups, each from the only holder of a box to all ranks that need the
-    box."""
+    """Return broadcasts in disjoint groups, each from the only holder of a box to the ranks that need it."""
     boxes = (np.concatenate(both) for both in zip(source.held, target.held, strict=True))
     box_of = _classes(*boxes)
     held, needed = box_of[: len(source.owners)], box_of[len(source.owners) :]

@@ -198,8 +198,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 class _Choices:
-    """Choices of a job: for each pair of specs a redistribution, or None for DTensor's plan; and the groups
-    of meshes."""
+    """Choices of a job: redistributions by pair of specs (None: DTensor's plan), and groups of meshes."""
 
     def __init__(self) -> None:
         self.moves: dict[DeviceMesh, dict[tuple[Any, Any], Redistribution | None]] = {}
@@ -325,8 +324,7 @@ def _choose(
 
 
 def _rounds_between(placements: Sequence[Placement], dtype: torch.dtype) -> bool:
-    """Return True for means of integers over several mesh dimensions, which DTensor rounds after each
-    dimension."""
+    """Return True for integer means over several mesh dimensions, which DTensor rounds after each one."""
     means = sum(isinstance(each, Partial) and each.reduce_op == "avg" for each in placements)
     return means > 1 and not (dtype.is_floating_point or dtype.is_complex)
 

@@ -165,8 +165,7 @@ def _members_of(some: Ints, box_of: Ints, members: Ints) -> tuple[Ints, Ints]:
 
 
 def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
-    """Return the volume that the fullest rank receives for the sums, plus that for the target, in
-    elements."""
+    """Return the elements that the fullest rank receives for the sums, plus those for the target."""
     owners, boxes = owned
     size = 1 + int(max(owners.max(initial=0), need.members.max(initial=0)))
     sums = np.bincount(owners, boxes.volumes, size)

@@ -59,8 +59,7 @@ def check(part: ExchangePart, source: Layout, target: Layout) -> str | None:
 def _not_inside(
     does: str, rank: int, source: Layout, pieces: Ints, boxes: Boxes, addends: Ints
 ) -> str | None:
-    """Return the error if a row lies outside its box in the rank's source, or has another addend; else
-    None."""
+    """Return the error if a row lies outside its box in the source, or has another addend; else None."""
     if not (source.owners[pieces] == rank).all():
         return f"rank {rank} {does} a part of a box of another rank"
     if not (contains(source.held.take(pieces), boxes) & (source.addends[pieces] == addends)).all():

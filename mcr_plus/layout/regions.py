@@ -182,8 +182,7 @@ def _counts(boxes: Boxes, edges: list[Ints]) -> NDArray[np.int32]:
 
 
 def cover_once(boxes: Boxes, low: Ints, high: Ints) -> bool:
-    """Return True if boxes cover the box from `low` to `high` exactly: each of its elements once, and nothing
-    else."""
+    """Return True if boxes cover exactly the box from `low` to `high`, each element once."""
     inside = ((boxes.lows >= low) & (boxes.highs <= high)).all()
     if not inside or int(boxes.volumes.sum()) != int(volumes(low, high)):
         return False

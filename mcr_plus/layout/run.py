@@ -236,7 +236,7 @@ class PlanRun:
         return issue, Message(signature, (source,), (target,), **extras)
 
     def _issue_messages(self, number: int, each: ExchangeRound, slot: int, extras: Extras) -> Work:
-        """Issue the messages of a round, receives first. `extras`: holds `after` if the step follows another
+        """Issue the messages of a round, receives first. `extras`: holds `after`, except in the first
         step."""
         mover = self._mover
         packed, unpacked = self.buffers.of(each, slot)

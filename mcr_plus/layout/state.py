@@ -317,8 +317,7 @@ class Redistribution:
             raise InvalidArgument("ranks pass different layouts or options")
 
     def _found_dtypes(self, given: Given) -> _Dtypes:
-        """Return the dtype of each tensor, also on ranks that do not hold the tensor; collective if
-        `_asks`."""
+        """Return the dtype of each tensor, even on ranks that do not hold it; collective if `_asks`."""
         if not self._asks:  # all ranks have a part in every source
             return tuple(x.dtype for x, _ in given.values() if x is not None)
         held = {
@@ -377,8 +376,7 @@ class Redistribution:
         return max(0, min(self._memory // 2, self._memory - _needed(self._specs)[0]))
 
     def _movers_of(self, plan: RedistributionPlan, memory: int | None) -> list[_Named]:
-        """Return the movers of a plan: one for exchanges (in `memory` bytes), and one per native
-        collective."""
+        """Return the movers of a plan: one for exchanges (in `memory` bytes), one per native collective."""
         found: list[_Named] = []
         exchanged = plan.take(
             [index for index, each in enumerate(plan.chosen) if each.program.native is None]
@@ -479,8 +477,7 @@ def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> in
 
 
 def _needed(specs: Mapping[str, tuple[Layout, Layout]]) -> tuple[int, str, int]:
-    """Return the minimum bytes for exchanges, and the name and elements of the tensor with the largest
-    row."""
+    """Return the minimum bytes for exchanges, the tensor with the largest row, and the row's elements."""
     rows = {name: source.shape[-1] if len(source.shape) > 1 else 1 for name, (source, _) in specs.items()}
     widest = max(rows, key=rows.__getitem__, default="")
     row = rows.get(widest, 0)

@@ -91,8 +91,7 @@ def box_of(layout: Layout, rank: int) -> list[Range] | None:
 
 
 class Strip(NamedTuple):
-    """A box of this rank's output: its slices `at` in the output, and the input range that it `reads`,
-    including padding."""
+    """A box of this rank's output: slices `at` in the output, and the input that it `reads`, with padding."""
 
     at: tuple[slice, ...]
     reads: tuple[Range, ...]

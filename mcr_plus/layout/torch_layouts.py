@@ -91,8 +91,7 @@ def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
 
 
 def _axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the dimensions of `mesh` that `part` spans. In the other dimensions, `part` has this rank's
-    coordinates."""
+    """Return the dimensions of `mesh` that `part` spans; in the others, it has this rank's coordinates."""
     here = mesh.get_coordinate()
     if here is None:
         raise InvalidArgument(

@@ -253,8 +253,7 @@ class Routing:
     # -- counts -------------------------------------------------------------------------------------
 
     def header(self, refuses: bool, load: bool) -> torch.Tensor:
-        """Return properties and counts for each rank, int32 [ranks, numbers]. `refuses`: arguments are
-        wrong."""
+        """Return properties and counts for each rank, int32 [ranks, numbers]. `refuses`: bad arguments."""
         comm, sent, firsts = self._comm, self._sent, self._spread.firsts.tolist()
         most = self._spread.most
         numbers = np.zeros((comm.size, _COUNTS + most + (sent.load.size if load else 0)), np.int32)
@@ -279,8 +278,7 @@ class Routing:
         return heard
 
     def learn_counts(self, heard: torch.Tensor, load: bool) -> None:
-        """Store the headers of all ranks; raises `InvalidArgument` if a rank refuses, or properties
-        differ."""
+        """Store all ranks' headers; raises `InvalidArgument` if a rank refuses, or properties differ."""
         numbers: npt.NDArray[np.int32] = heard.numpy()
         self._compare(numbers)
         self._counts = numbers[:, _COUNTS : _COUNTS + len(self.local_experts)].astype(np.int64)

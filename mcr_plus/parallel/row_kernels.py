@@ -490,8 +490,8 @@ def _weights(weights: torch.Tensor | None) -> tuple[Any, bool]:
 
 
 def _places(values: Any, wire: Wire) -> tuple[Any, Ints, int]:
-    """Return the message as an array whose dtype encodes the row format, and the rows' offsets and size in
-    elements of the array."""
+    """Return the message as an array whose dtype encodes the format, and row offsets and row size in
+    elements."""
     units: dict[Format, type] = {"plain": values.dtype, "bf16": np.uint16, "fp8_block": np.uint8}
     array: Any = wire.bytes.numpy().view(units[wire.format])
     width = values.shape[1]

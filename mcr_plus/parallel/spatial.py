@@ -167,8 +167,7 @@ class _Convolution:
     def gradients(
         self, grad: torch.Tensor, needed: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return gradients of input, weight and bias; the exchange of the halo's gradient overlaps with
-        computation."""
+        """Return the gradients of input, weight and bias; the halo exchange overlaps with computation."""
         window, part = self.window, self.part
 
         def of(x: torch.Tensor, padding: list[int], *mask: bool) -> tuple[torch.Tensor | None, ...]:

@@ -204,8 +204,7 @@ class Reducer:
 
     @property
     def _gap(self) -> int:
-        """Return the alignment of gradients in a bucket, in bytes, such that no codec block holds two
-        gradients."""
+        """Return the alignment of gradients in bytes, which keeps gradients in separate codec blocks."""
         itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
         return math.lcm(_ALIGNMENT, self._alignment * itemsize)
 
@@ -481,8 +480,7 @@ class Reducer:
             )  # fmt: skip
 
     def _take_turns(self, auto: AutoPlan, ready: dict[int, float], whole: bool) -> None:
-        """Record a pass for `plan: auto`, and arrange the buckets that the search selects for the next
-        pass."""
+        """Record a pass for `plan: auto`, and arrange the buckets that it selects for the next pass."""
         if whole:
             sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
         else:

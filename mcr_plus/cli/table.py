@@ -113,7 +113,7 @@ def export(
 ) -> None:
     """Write rules of TABLE in another library's format, with a line on stderr for each omission.
 
-    Status 1 if a rule is not, or not fully, exported; no file is written if none is.
+    Status 1 if a rule is not, or not fully, exported. If no rule can be exported, no file is written.
     """
     from mcr_plus.config.document import write_text
     from mcr_plus.tables.interchange import export as export_table
@@ -143,7 +143,7 @@ def export(
 
 
 def _why_nothing(table: Table, format: FormatChoice, backend: str | None) -> str:
-    """Return a summary of the reasons why a format can express none of the rules."""
+    """Summarize the reasons why a format can express none of the rules."""
     from mcr_plus.tables.interchange import FORMATS
     from mcr_plus.tables.table import BUILT_IN
 
@@ -168,7 +168,7 @@ def import_(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Convert FILE to a table; stderr has a line for each omission, and one for each kind of operation."""
+    """Convert FILE to a table; stderr gets a line for each omission and each kind of operation."""
     from mcr_plus.config.document import read_bytes
     from mcr_plus.errors import ConfigError
     from mcr_plus.tables.interchange import import_ as import_table

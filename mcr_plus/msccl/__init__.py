@@ -1,1 +1,1 @@
-"""MSCCL's language: algorithm files are read, written, generated, simulated and verified."""
+"""MSCCL's language: read, write, generate, simulate and verify algorithm files."""

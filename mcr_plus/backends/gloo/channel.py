@@ -25,7 +25,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import Sockets, shut_down, torn, unacknowledged
 from mcr_plus.core.threads import all_wait
 
-# Dtypes that gloo reduces. Others are moved as bytes, and every rank reduces them in the same order.
+# Dtypes that gloo reduces. Other dtypes are moved as bytes, and every rank reduces them in the same order.
 _REDUCES: Final = (
     torch.float64,
     torch.float16,
@@ -48,7 +48,7 @@ _NATIVE_OP: Final[dict[str, Any]] = {
 }
 
 
-_ASLEEP: Final = 0.03  # s for which idle threads must be seen waiting
+_ASLEEP: Final = 0.03  # s for which threads must be seen waiting to count as idle
 _UNACKNOWLEDGED: Final = 0.6  # s; TCP retransmits after 0.2 and 0.6 s
 
 
@@ -64,7 +64,7 @@ def _opts(options: Any, **values: Any) -> Any:
 
 
 class _Started(BlockingPoll):
-    """The poll of a gloo collective."""
+    """Poll of a gloo collective."""
 
     __slots__ = ("_finish", "_running", "_work")
 
@@ -103,8 +103,9 @@ class GlooChannel(Channel):
     ) -> None:
         """`open_ones`: the backend's open channels.
 
-        `connections`: connections to the peers. `workers`: threads, among them all that run operations.
-        `pool`: memory for received data that is not a result. `hosts`: number of hosts of the ranks.
+        `connections`: connections to the peers. `workers`: threads, including all threads that run
+        operations. `pool`: memory for received data that is not a result. `hosts`: number of hosts of the
+        ranks.
         """
         # None once closed. Only this attribute keeps gloo's group alive: dropping the last reference destroys
         # it.
@@ -117,7 +118,7 @@ class GlooChannel(Channel):
         self._connections = connections
         self._workers = workers
         self._stopped = False
-        self._asleep: Deadline | None = None  # since when the workers have been waiting
+        self._asleep: Deadline | None = None  # time since which the workers have been waiting
         self._sent: dict[tuple[int | None, int], int] = {}  # number of messages so far, by peer and tag
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class GlooChannel(Channel):
         self.drop()
 
     def drop(self) -> None:
-        """Drop gloo's group, which destroys it. Destroying waits for operations: see `is_idle`."""
+        """Drop and so destroy gloo's group, which waits for operations, see `is_idle`."""
         self._pg = None
 
     @property
@@ -144,10 +145,10 @@ class GlooChannel(Channel):
     def silent_failure(self) -> str:
         """See `Channel`.
 
-        gloo waits for a peer behind a cut link until its own timeout. It does the same after about one in 25
-        broken connections, even for an operation that is complete on all other ranks.
+        gloo waits for a peer behind a cut link until gloo's own timeout. After about one in 25 broken
+        connections it also does so for an operation that is complete on all other ranks.
         """
-        # If there are more, another thread has opened connections meanwhile.
+        # If there are more connections, another thread has opened some meanwhile.
         if len(self._connections) == self._group.size - 1 and torn(self._connections):
             return "a connection to another rank is broken"
         peer = unacknowledged(self._connections, _UNACKNOWLEDGED)
@@ -174,7 +175,7 @@ class GlooChannel(Channel):
         return self._asleep is not None and self._asleep.passed()
 
     def keep(self) -> None:
-        """Keep gloo's group alive, even without other references, unless `let_go` follows."""
+        """Keep gloo's group alive without other references, until `let_go`."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pg))
 
     def let_go(self) -> None:
@@ -185,8 +186,7 @@ class GlooChannel(Channel):
     def release(self) -> None:
         """Close this rank's part while other ranks may still use theirs: gloo destroys a group locally.
 
-        Destroying waits for pending operations, so with pending operations the group stays until the job
-        ends.
+        Destroying waits for pending operations, so a group with pending operations stays until the job ends.
         """
         if not self._running or self._stopped:
             self.close()
@@ -206,7 +206,7 @@ class GlooChannel(Channel):
         return bound
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
-        """See `Channel`. Message headers say whether a message carries checksums."""
+        """See `Channel`. A message's header states whether it carries checksums."""
         bind = self._send if signature.kind == "send" else self._recv
         return bind(signature, corrupted)
 
@@ -251,7 +251,7 @@ class GlooChannel(Channel):
                 target = message.outputs[0]
                 if op == "AVG":
                     finish = partial(divide, target, size)
-            else:  # gloo uses its tensors as scratch; our operations preserve their input
+            else:  # gloo uses tensors as scratch memory; our operations preserve their input
                 lease = self._pool.lease(value.device)
                 target, finish = lease.tensor(value.numel(), value.dtype), lease.release
             if target is not value:

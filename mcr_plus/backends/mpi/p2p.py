@@ -142,8 +142,7 @@ class MatchingQueue:
         return [rank for rank in range(self._group.size) if rank not in earlier]
 
     def _is_matched(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> bool:
-        """Match a receive; return whether it leaves the queue. Errors are raised by the receive's own
-        poll."""
+        """Match a receive; return whether it leaves the queue. Its own poll raises errors."""
         try:
             return self._match_one(receive, self._sources(receive, queues))
         except Exception as error:

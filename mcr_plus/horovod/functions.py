@@ -47,7 +47,7 @@ def broadcast_object(
     if root_rank not in comm.ranks:
         raise InvalidArgument(f"root_rank: expected one of the ranks {list(comm.ranks)}, got {root_rank!r}")
     is_root = comm.ranks[comm.rank] == root_rank
-    # A gather with rows on the root only needs no prior exchange of the size.
+    # A gather with rows on the root alone needs no previous exchange of the size.
     payload = comm.objects.pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
     title = None if name is None else f"broadcast_object.{name}"
     received = synchronize(gather_async([payload], title, process_set, many=False))
@@ -79,8 +79,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Broadcast the optimizer state and options of rank `root_rank`.
 
-    If an optimizer has no state, parameters without a gradient get a gradient of zeros, as in Horovod;
-    parameters with sparse gradients (of `SparseAdam`, or sparse embeddings of `model`) do not. Raises
+    If an optimizer has no state, parameters without a gradient get zero gradients, as in Horovod, except
+    parameters with sparse gradients (of `SparseAdam`, or sparse embeddings of `model`). Raises
     `InvalidArgument` (a `ValueError`) for L-BFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):

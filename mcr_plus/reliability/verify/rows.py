@@ -37,7 +37,7 @@ class RowExchange(Protocol):
         ...
 
     def agree(self) -> bool:
-        """Return whether all rows are undamaged, belong to the same operation, and match (all data arrived)."""
+        """Return whether all rows are undamaged, of the same operation, and match (all data arrived)."""
         ...
 
     def read(self) -> list[list[int]]:

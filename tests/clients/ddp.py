@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Experts(nn.Module):
-    """Of three branches each rank uses another one, and nobody the last."""
+    """Each rank uses another one of three branches; no rank uses the last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def hybrid() -> list[float]:
 
 
 def checkpoint(in_background: bool = False) -> list[float]:
-    """Save, spoil, load, and go on."""
+    """Save a state, spoil it, load it, and continue."""
     model = sharded()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = train(model, optimizer, steps=2)

@@ -1,4 +1,4 @@
-"""What the client programs share: `torchrun --nproc-per-node 2 ddp.py BACKEND [CLIENT…]`.
+"""Functions that the client programs share: `torchrun --nproc-per-node 2 ddp.py BACKEND [CLIENT…]`.
 
 A client trains something small, every rank with data of its own, and returns its losses. Each rank prints
 one line of JSON per client: its losses, and how many operations of each kind the pipeline saw. The folder
@@ -27,7 +27,7 @@ Client = Callable[[], "list[float]"]
 WIDTH: Final = 16
 STEPS: Final = 4
 START_S: Final = 150.0  # DeepSpeed compiles something the first time
-LIMIT_S: Final = 30.0  # a client that is not done by then has hung: it shows where, and ends
+LIMIT_S: Final = 30.0  # a client that takes longer has hung: it prints its stacks and ends
 
 
 def run(program: str, *words: str) -> None:
@@ -75,7 +75,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def network() -> nn.Sequential:
-    """Two layers, the same on every rank."""
+    """Return two layers with the same weights on every rank."""
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
 
 

@@ -68,7 +68,7 @@ def parallel() -> list[float]:
 
 
 def sequence() -> list[float]:
-    """The same between a norm and an output that are sharded along the sequence."""
+    """Train the same layers between a norm and an output that are sharded along the sequence."""
     layers = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     plan = {
         "0": SequenceParallel(sequence_dim=0),

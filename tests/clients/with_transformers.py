@@ -19,7 +19,7 @@ TOKENS: Final = 12
 
 
 def text(model: Any) -> list[list[int]]:
-    """What a model makes of the prompts, greedily."""
+    """Return the text that a model generates greedily from the prompts."""
     limits = {"min_new_tokens": TOKENS, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
     made = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **limits)
     tokens: list[list[int]] = made[:, PROMPT.shape[1] :].tolist()

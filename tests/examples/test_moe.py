@@ -172,7 +172,7 @@ def keep_gradients(model: LanguageModel, shape: ExpertShape, rank: int, ranks: i
 
 def starve(model: LanguageModel) -> LanguageModel:
     """Have all tokens choose the first expert: most ranks get no row at all."""
-    blocks: Any = model.blocks  # the annotations do not know what a ModuleList holds
+    blocks: Any = model.blocks  # the annotations do not tell the type of a ModuleList's items
     for block in blocks:
         nn.init.zeros_(block.feed_forward.gate.weight)
     return model
@@ -245,7 +245,7 @@ def test_ranks_train_as_one_process_with_all_experts(ranks: int) -> None:
 
 @pytest.mark.long
 def test_the_large_shape_builds_without_memory() -> None:
-    """As many parameters as the paper says (13 B, over a vocabulary of words), and as README.md says."""
+    """The model has the parameters of the paper (13 B, over a vocabulary of words) and of README.md."""
     shape = read_shape(ExpertShape, EXAMPLES / "moe" / "ds_moe_350m.yaml", {})
     with torch.device("meta"):
         model = build(shape, 0, Alone())

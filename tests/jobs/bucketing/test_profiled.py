@@ -45,8 +45,8 @@ def profiled(folder: str, with_steps: bool) -> None:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*[Slow() for _ in range(LAYERS)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # The clock of the program: from the end of a step to the first gradient of the next one, so that
-    # what other work on the machine and the profiler itself add is in it.
+    # The clock of the program: from the end of a step to the first gradient of the next one, so that it
+    # includes the time of other work on the machine and of the profiler itself.
     ended, first, until_first = time.perf_counter(), False, []
 
     def on_gradient(_parameter: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ def profiled(folder: str, with_steps: bool) -> None:
         optimizer.step()
 
     step()
-    step()  # with the second, DDP has made its buckets anew
+    step()  # in the second step DDP rebuilds its buckets
     graph = ExecutionTraceObserver()
     graph.register_callback(f"{folder}/graph{rank}.json")
     with profile(

@@ -23,7 +23,7 @@ def wrapped(group: mcr.Communicator | None = None) -> Any:
 
 
 def trained(models: dict[str, Any], rounds: int) -> dict[str, list[int]]:
-    """Train models in turns; returns the rounds after which the trial of each had begun and had not ended."""
+    """Train models in turns; return, by model, the rounds after which its trial was running."""
     running: dict[str, list[int]] = {name: [] for name in models}
     for number in range(rounds):
         for name, model in models.items():
@@ -68,7 +68,7 @@ def of_overlapping_groups() -> dict[str, list[int]]:
 
 @pytest.mark.long
 def test_groups_that_share_ranks_agree_on_whose_trial_runs() -> None:
-    """Rank 2 has no part in the trial of ranks 0 and 1, and yet its own one has to wait for it."""
+    """Rank 2 takes no part in the trial of ranks 0 and 1, but its own trial must wait for theirs."""
     results = [each.value for each in run_ranks(of_overlapping_groups, 3, via="torch", timeout=180)]
     by_model: dict[str, list[list[int]]] = {}
     for found in results:

@@ -1,8 +1,9 @@
-"""What ranks with tensors on a device do; all may share one. `test_gpu_jobs` starts them with CUDA tensors,
-`test_openreg` with those of a simulated device.
+"""Programs of ranks with tensors on a device, which all ranks may share.
 
-Oracles are numpy's sums of inputs that all ranks can compute, and, for codecs, the same calls on CPU tensors,
-whose results have oracles of their own in other tests.
+`test_gpu_jobs` starts them with CUDA tensors, `test_openreg` with tensors of a simulated device.
+
+Oracles are NumPy's sums of inputs that all ranks can compute. For codecs the oracles are the same calls on
+CPU tensors, which other tests compare with oracles of their own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ SECTIONS: Final = (
 
 
 def reports(library: str, launch: str) -> None:
-    """The parts of a launch, each in a job of its own; what each has found is printed at once."""
+    """Run the parts of a launch, each in a job of its own; print the findings of each at once."""
     run_parts(library, {n: part for n, part in PARTS[launch].items() if n not in LACKING.get(library, ())})
 
 
@@ -85,7 +86,7 @@ def run_parts(library: str, parts: Mapping[str, Part]) -> None:
 
 
 def check_part(results: Sequence[Any], name: str) -> None:
-    """Check what the ranks of a launch have printed about a part."""
+    """Check the output of a launch's ranks about a part."""
     for result in results:
         lines = (line for line in result.stdout.splitlines() if line.startswith("{"))
         found = {report["part"]: report for report in map(json.loads, lines)}
@@ -154,9 +155,9 @@ def _table(
 
 
 def _codecs(backends: Sequence[str], failures: Failures) -> None:
-    """Codecs on the GPU: what the same calls give on the CPU, several times, so that residuals count.
+    """Compare codecs on the GPU with the same calls on the CPU, several times, so that residuals count.
 
-    Codecs that draw random numbers draw others on a GPU; the first results of these have bounds.
+    Codecs with random numbers draw other numbers on a GPU; only their first results are checked, by bounds.
     """
     library = backends[0]
     host = "gloo" if library == "nccl" else library
@@ -206,7 +207,7 @@ def _picked(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) ->
 
 
 def _projected(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) -> str | None:
-    """The sum, projected onto the columns of the result, of which two are independent."""
+    """Return the sum, projected onto the result's columns, two of which are independent."""
     left, values, _ = np.linalg.svd(got)
     exact = np.asarray(sum(given))
     scale = float(values[0])
@@ -253,13 +254,13 @@ def _fsdp(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _delta(backends: Sequence[str], failures: Failures) -> None:
-    """The codec delta, whose payloads have lengths that are known once they are encoded."""
+    """Test the codec delta: the lengths of its payloads are known once they are encoded."""
     with mcr.init(backends=[*backends, *({"gloo"} - set(backends))], timeout=TIMEOUT) as comm:
         delta_in_order(comm, backends[0], failures)
 
 
 def _streams(backends: Sequence[str], failures: Failures) -> None:
-    """Operations wait for the stream that computes their inputs, streams for results, nobody else."""
+    """Operations wait only for the stream that computes their inputs, and streams only for results."""
     with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         side = late_streams.stream()
         for backend in backends:
@@ -271,7 +272,7 @@ def _streams(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _late_input(comm: mcr.Communicator, backend: str, turn: int, failures: Failures) -> None:
-    """An input that is computed late, a result that is used at once, and memory that is used again."""
+    """Test an input that is computed late, a result that is used at once, and memory that is reused."""
     count = (1, 1000, 300_001)[turn % 3]
     source = zeros(count)
     value = torch.tensor(inputs(torch.float32, comm.rank, (count,), turn), dtype=torch.float32).to(DEVICE)
@@ -358,7 +359,7 @@ def _batch(rank: int) -> torch.Tensor:
 
 
 def _expected_gradients(size: int) -> list[torch.Tensor]:
-    """In one process on the CPU in float64: the gradient of the mean of the ranks' losses."""
+    """Return the gradient of the mean of the ranks' losses, computed in one process on the CPU in float64."""
     model = _small_model().double()
     loss = torch.stack([model(_batch(rank).double()).square().mean() for rank in range(size)]).mean()
     loss.backward()
@@ -412,7 +413,7 @@ def _in_torch(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _cupy(backends: Sequence[str], failures: Failures) -> None:
-    """CuPy's arrays where they lie, in the order of CuPy's current stream."""
+    """Test operations on CuPy's arrays in place, in the order of CuPy's current stream."""
     if find_spec("cupy") is None:
         failures.expect("no CuPy here", True)
         return

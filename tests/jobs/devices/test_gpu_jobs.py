@@ -32,7 +32,7 @@ def _missing(library: str) -> str | None:
 
 @cache
 def launched(library: str, launch: str) -> list[RankResult]:
-    """All parts of a launch."""
+    """Launch all parts; return their output."""
     settings = {"MCR_TEST_DEVICE": "cuda", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
     try:
         return run_ranks(

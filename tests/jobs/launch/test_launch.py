@@ -40,7 +40,7 @@ PROGRAMS = str(Path(__file__).parents[2] / "support" / "programs.py")
 PACKAGE = Path(mcr.__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 START_LIMIT_S = 120.0
-END_LIMIT_S = 60.0  # on a machine with much else to do; ranks would go on for minutes
+END_LIMIT_S = 60.0  # on a busy machine; ranks would run for minutes
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
@@ -70,11 +70,11 @@ class Run:
         return pids
 
     def wait_for(self, pattern: str, count: int = 1) -> list[Any]:
-        """What has been printed of a pattern, once it is there so many times."""
+        """Return the matches of a pattern in the output, once there are so many."""
         deadline = time.monotonic() + START_LIMIT_S
         goes_on = True
         while goes_on:
-            # What has been printed is looked at once more when the job has ended meanwhile.
+            # The output is searched once more if the job has ended meanwhile.
             goes_on = time.monotonic() < deadline and self.process.poll() is None
             found = re.findall(pattern, self.text())
             if len(found) >= count:
@@ -95,7 +95,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A temporary directory with a short name: MPI puts sockets in it, whose paths are limited."""
+    """Make a temporary directory with a short name: MPI's sockets in it have limited paths."""
     path = Path(tempfile.mkdtemp(prefix="mcr-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -120,7 +120,7 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def leftovers(folder: Path, *runs: Run) -> list[str]:
-    """What jobs have left in a temporary directory and in shared memory."""
+    """Return the files that jobs have left in a temporary directory and in shared memory."""
     ours = [path for run in runs for path in SHARED_MEMORY.glob(f"mcr-job-*-{run.process.pid}-*")]
     temporary = [path for path in folder.iterdir() if path.name != "output.txt"]
     mapped = [path for run in runs for path in run.segments if path.exists()]
@@ -128,7 +128,7 @@ def leftovers(folder: Path, *runs: Run) -> list[str]:
 
 
 def segments(pids: Iterable[int]) -> set[Path]:
-    """Files in shared memory that processes use; those of other jobs on the machine come and go."""
+    """Return the files in shared memory that processes use; other jobs' files come and go."""
     maps = "".join(_maps(pid) for pid in pids)
     return {Path(place) for place in re.findall(rf"{SHARED_MEMORY}/\S+(?=\n)", maps)}
 
@@ -141,7 +141,7 @@ def _maps(pid: int) -> str:
 
 
 def gone(pids: dict[int, int]) -> bool:
-    """No rank runs; a dead one that init has not collected yet is gone."""
+    """Return whether no rank runs; a dead rank that init has not collected yet counts as gone."""
     return not any(is_running(pid) for pid in pids.values())
 
 
@@ -409,7 +409,7 @@ raise ValueError("of all ranks")
 
 @both
 def test_the_launcher_does_not_repeat_the_hook_of_a_program(start: Start, tmp_path: Path, via: str) -> None:
-    """As rich, IPython and debuggers install them."""
+    """rich, IPython and debuggers install such hooks."""
     (tmp_path / "own.py").write_text(OWN_HOOK)
     run = start("--via", via, "-n", "2", str(tmp_path / "own.py"))
     assert run.wait() == 1
@@ -481,7 +481,7 @@ def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") ->
 
 
 def test_a_rank_that_raised_is_not_reported_as_killed() -> None:
-    """Its launcher has ended it while it left, because the other rank had ended before."""
+    """The launcher killed the rank while it was leaving, because the other rank had ended before."""
     raised = reported(0, "BackendError: rank 1 has left")
     killed = RankState(1, code=-signal.SIGTERM, ended=2.0)
     raised.code = -signal.SIGTERM
@@ -571,14 +571,14 @@ class Odd(Exception):
 
 
 class OddOfOurs(mcr.BackendError):
-    """An error of ours without words."""
+    """An error of this library without a message."""
 
     def __str__(self) -> str:
         sys.exit(3)
 
 
 def odd_errors() -> Iterator[BaseException]:
-    """Errors in whose description something raises."""
+    """Return errors whose descriptions raise."""
     yield Odd()
     yield OddOfOurs()
     syntax: Any = ("a file", "a line", "no number", 3)
@@ -686,7 +686,7 @@ def _is_intel_mpi() -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can connect to it."""
+    """Return whether only this host can connect to the address."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -776,7 +776,7 @@ def test_closed_output_pipe_ends_the_job(folder: Path, via: str) -> None:
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stdout.readline().startswith(b"line 0 ")
-        job.stdout.close()  # as `head -1` does
+        job.stdout.close()  # like `head -1`
         assert job.stderr is not None
         told = [line for line in job.stderr.read().decode().splitlines() if line.startswith("mcr-plus:")]
         assert job.wait(END_LIMIT_S) == 128 + signal.SIGPIPE
@@ -804,7 +804,7 @@ def test_closed_output_and_error_pipes_end_the_job(folder: Path, via: str) -> No
         try:
             while len(found := list(folder.glob("pid.*"))) < 2 or not all(path.read_text() for path in found):
                 assert job.stdout.readline() in (b"out\n", b"err\n")
-            job.stdout.close()  # as `2>&1 | head` does
+            job.stdout.close()  # like `2>&1 | head`
             assert job.wait(END_LIMIT_S) == 128 + signal.SIGPIPE
         finally:
             job.kill()
@@ -1021,7 +1021,7 @@ def fail_on_one() -> int:
 def test_run_ranks_gives_values_and_output_by_rank(via: str) -> None:
     results = run_ranks(add, 2, args=[2, 3], via="mpi" if via == "mpi" else "torch", teardown=True)
     assert [(r.rank, r.returncode, r.value) for r in results] == [(0, 0, {"sum": 5}), (1, 0, {"sum": 5})]
-    # Behind it nanobind may call leaked what a forked rank leaves to the operating system.
+    # After it nanobind may report as leaked the objects that a forked rank leaves to the operating system.
     assert {(r.stdout, r.stderr.partition("nanobind")[0]) for r in results} == {("out 2\n", "err 3\n")}
 
 
@@ -1056,7 +1056,7 @@ MPICH_PYTHON = os.environ.get("MCR_TEST_MPICH_PYTHON", "")
 )
 @pytest.mark.parametrize("how", ["raise", "exit", "kill"])
 def test_mpich(folder: Path, how: str) -> None:
-    """Under another MPI, in an environment of its own."""
+    """Run ranks under another MPI, in an environment of its own."""
     run = Run(folder, ["-n", "2", "--via", "mpi", PROGRAMS, "fail", how], MPICH_PYTHON)
     try:
         pids = run.wait_until_up(2)
@@ -1173,7 +1173,7 @@ def _meet_late(
 
 @pytest.mark.long
 def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
-    """What srun tells its tasks, without srun."""
+    """The tasks have srun's variables, without srun."""
     program = tmp_path / "program.py"
     program.write_text(_STEP)
     step = {
@@ -1201,7 +1201,7 @@ def left_without_mpi() -> list[Any]:
 
 
 def test_no_rank_waits_in_mpi_for_one_that_is_no_rank_of_it() -> None:
-    """As where a rank of mpirun starts torchrun: both ranks have its variables, which fit on one of them."""
+    """A rank of mpirun starts torchrun: both ranks have mpirun's variables, which are true on one of them."""
     inherited = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}
     for result in run_ranks(left_without_mpi, 2, via="torch", env=inherited):
         assert result.value == [[3.0] * 3, False, False]
@@ -1252,7 +1252,7 @@ def test_too_little_shared_memory_is_reported_under_mpiexec() -> None:
     ]
     command = [*small, *words, "-n", "2", sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_LIMIT_S)
-    if launcher.name == "Open MPI":  # its own words, and it goes on without
+    if launcher.name == "Open MPI":  # Open MPI's own message; it continues without
         assert "not enough space for /dev/shm" in run.stderr
         assert run.returncode == 0
     else:

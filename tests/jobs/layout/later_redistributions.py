@@ -41,7 +41,7 @@ def shared(backend: str) -> dict[str, Any]:
         a, b = flat[:4].view(2, 2), flat[4:8].view(2, 2)
         c = flat[8:].view(torch.int32).view(2, 2)
         late = mcr.redistribution({"w": (rows, swapped)})
-        for turn in range(4):  # the first call, and those of a known plan
+        for turn in range(4):  # the first call, and calls with a known plan
             a.fill_(10 + rank + turn)
             b.fill_(20 + rank + turn)
             c.fill_(30 + rank + turn)
@@ -58,7 +58,7 @@ def shared(backend: str) -> dict[str, Any]:
                 same = value.tolist() == [[right + turn] * 2] * 2
                 report.add(f"swapped, turn {turn}", None if same else f"{name}: {value}, not {right + turn}")
             report.add("in place", None if found["a"] is b else "another tensor")
-            # of other dtypes: what one receives is what the other sends
+            # in other dtypes: one tensor receives what the other sends
             c.fill_(30 + rank + turn)
             found = move(source, {"a": c.view(torch.float32), "c": flat[:4].view(torch.int32).view(2, 2)})
             same = found["c"].tolist() == [[30 + other + turn] * 2] * 2  # type: ignore[union-attr]
@@ -239,7 +239,7 @@ def repeated(backend: str) -> dict[str, Any]:
         for turn in range(8):
             x.copy_(values(turn))
             if turn == 5:
-                work = move.start({"": x}, {"": out})  # whose buffers are in use
+                work = move.start({"": x}, {"": out})  # its buffers are in use
                 x.copy_(x)
                 second = move({"": x})[""]
                 work.wait()

@@ -26,7 +26,7 @@ LIBRARIES = ["msccl", "gloo", pytest.param("mpi", marks=needs_mpi)]
 def launched(
     what: str, ranks: int, backend: str, timeout: float = 120, args: Sequence[str] = ()
 ) -> list[Any]:
-    """What each rank found. `what`: a function of `redistributions`, or a module and its function."""
+    """Return each rank's findings. `what`: a function of `redistributions`, or a module and a function."""
     via: Via = "mpi" if backend == "mpi" else "torch"
     target = what if ":" in what else f"jobs.layout.redistributions:{what}"
     results = run_ranks(target, ranks, args=[*args, backend], via=via, timeout=timeout)
@@ -154,7 +154,7 @@ rules:
 
 
 def costs_by(table: str | None) -> list[Any]:
-    """Runs on ranks: what messages and bytes cost, and the chosen plan of a sum that becomes replicas."""
+    """Run on ranks; return the costs of messages and bytes, and the plan for a sum that becomes replicas."""
     select: dict[str, Any] = {} if table is None else {"table": table}
     config = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": select}, {"dispatch": {}}]}
     with mcr.init(config) as comm:
@@ -290,7 +290,7 @@ def on_nodes(nodes: list[int]) -> list[Any]:
 
 
 def test_plans_on_nodes_are_those_of_the_survey() -> None:
-    """Every rank agrees on what a node lacks, and chooses what one process finds with all ranks' loads."""
+    """Ranks agree on a node's missing parts and choose the plan that one process finds from all loads."""
     nodes, size = [0, 1, 1], 1 << 18
     expected = [
         survey(mcr.Layout.sharded((size,), [0], 0), target, 4, np.array(nodes)).plan

@@ -1,4 +1,4 @@
-"""What the table of operations does not show: messages, objects, handles, arrays, codecs, the life of a job.
+"""Behaviour beyond the table of operations: messages, objects, handles, arrays, codecs, the life of a job.
 
 This part runs on the ranks; `test_conformance` starts it. Each section is a function of a communicator, the
 backends to ask for, and the failures to add to; it runs in a job of its own, so that one section's failure
@@ -99,7 +99,7 @@ def _rough_sum(
 
 
 def same_bits(comm: mcr.Communicator, name: str, tensor: torch.Tensor, failures: Failures) -> None:
-    """All ranks of the group hold the same bits."""
+    """Return whether all ranks of the group hold the same bits."""
     prints = comm.all_gather_object(
         zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     )
@@ -238,7 +238,7 @@ def messages(comm: mcr.Communicator, backends: Backends, failures: Failures) -> 
 
 
 def _neighbours(comm: mcr.Communicator) -> tuple[int, int]:
-    """Group ranks of those before and after this one."""
+    """Return the group ranks of the ranks before and after this one."""
     return (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
 
 
@@ -261,7 +261,7 @@ def _tags_out_of_order(comm: mcr.Communicator, backend: str | None, name: str, f
 
 
 def _any_source(comm: mcr.Communicator, backend: str | None, name: str, failures: Failures) -> None:
-    """Rank 0 receives from everyone else, not knowing in which order."""
+    """Rank 0 receives from all other ranks in an unknown order."""
     if comm.rank > 0 or comm.size == 1:
         comm.send(mine(comm, salt=8), comm.ranks[0], 3, backend=backend)
     if comm.rank == 0:
@@ -333,7 +333,7 @@ def objects(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
 
 
 def barriers(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Nobody leaves before everybody has come."""
+    """No rank leaves a barrier before all ranks have come."""
     backwards = mcr.new_group(list(range(comm.size))[::-1])
     late = 0
     for backend in backends:
@@ -356,7 +356,7 @@ def barriers(comm: mcr.Communicator, backends: Backends, failures: Failures) -> 
 
 
 def persistent(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Each kind bound once and run on changing data, in turns by a call and by a handle."""
+    """Bind each kind once and run it on changing data, in turns by a call and by a handle."""
     for backend in backends:
         for group in (comm, mcr.new_group(list(range(comm.size))[::-1])):
             for dtype in (torch.float32, torch.bfloat16, torch.int8):
@@ -591,7 +591,7 @@ def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) 
 
 
 def handles(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Waits in any order, completion without a wait, and what `info` says."""
+    """Test waits in any order, completion without a wait, and the text of `info`."""
     for backend in backends:
         tensors = [mine(comm, salt=salt) for salt in range(20)]
         works = [started(comm.all_reduce(tensor, async_op=True, backend=backend)) for tensor in tensors]
@@ -681,7 +681,7 @@ def _mixed(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
 
 
 def dropped(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """A handle that nobody keeps: the operation ends well, even when its memory would be used again."""
+    """A dropped handle: the operation succeeds, even when its memory would be reused."""
     count = 100_000
     for backend in backends:
         for turn in range(2 * comm.size):
@@ -852,7 +852,7 @@ LIVES: Final[dict[str, Callable[[str, Backends, Failures], None]]] = {
 
 
 def examine(backends: Backends, tables: Sequence[str], folder: str) -> dict[str, Any]:
-    """Everything on one launch: all sections and some tables. What each found, by name."""
+    """Run all sections and some tables in one launch; return the findings of each, by name."""
     reports = {}
 
     def run(name: str, function: Callable[[Failures], None]) -> None:

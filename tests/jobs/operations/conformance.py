@@ -23,7 +23,7 @@ Check = Callable[[], "str | None"]
 Runner = Callable[["Scene"], "tuple[Any, list[Check]]"]
 
 IN_FLIGHT: Final = 4  # asynchronous cases at a time
-FILL: Final = 77  # what lies around a tensor that does not own all its memory
+FILL: Final = 77  # the bytes around a tensor that does not own all its memory
 PAIRS: Final = [(op, dtype) for op, dtypes in REDUCIBLE.items() for dtype in dtypes]
 
 # name → shape, and how the tensor lies in memory
@@ -68,7 +68,7 @@ class Laid:
         return view
 
     def spilled(self) -> str | None:
-        """What was written outside the tensor."""
+        """Return the bytes written outside the tensor."""
         if self._base is None or self._base.dim() == 0:
             return None
         base = self._base
@@ -80,7 +80,7 @@ class Laid:
 
 
 def neighbours(values: Sequence[Array], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors that lie next to each other in memory, not at its beginning."""
+    """Return tensors next to each other in memory, away from its beginning."""
     base = reference.zeros(4 + sum(value.size for value in values), dtype=dtype)
     parts = torch.split(base[4:], [value.size for value in values])
     tensors = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
@@ -108,7 +108,7 @@ class Case:
 
 
 class Scene:
-    """One case on this rank: makes tensors, calls the operation, and says what must come out."""
+    """One case on this rank: makes tensors, calls the operation, and states the expected result."""
 
     def __init__(self, comm: mcr.Communicator, case: Case) -> None:
         self.comm = comm
@@ -125,7 +125,7 @@ class Scene:
         return self.comm.ranks[self.root]
 
     def call(self, *args: Any, **keywords: Any) -> Any:
-        """The operation, in turns as a function and as a method, with and without a reduce op."""
+        """Call the operation, in turns as a function and as a method, with and without a reduce op."""
         case = self.case
         keywords |= {"backend": case.backend}
         if case.name != "ring":
@@ -165,13 +165,13 @@ class Scene:
         return [self.lay(value) for value in values]
 
     def source(self, values: Array) -> torch.Tensor:
-        """A tensor that the operation must leave as it is."""
+        """Return a tensor that the operation must not change."""
         tensor = self.lay(values)
         self.is_left(tensor, values)
         return tensor
 
     def sources(self, values: Sequence[Array]) -> list[torch.Tensor]:
-        """Tensors that the operation must leave as they are."""
+        """Return tensors that the operation must not change."""
         tensors = self.lay_all(values)
         for tensor, value in zip(tensors, values, strict=True):
             self.is_left(tensor, value)
@@ -191,7 +191,7 @@ class Scene:
         return tensors
 
     def becomes(self, tensor: torch.Tensor, expected: Array, allowed: float | Array = 0.0) -> None:
-        """What must be in a tensor afterwards."""
+        """Note the expected values of a tensor after the operation."""
         self.checks.append(lambda: difference(tensor, expected, allowed))
 
     def is_left(self, tensor: torch.Tensor, values: Array) -> None:
@@ -425,7 +425,7 @@ def every_shape(backends: Iterable[str | None], groups: Sequence[str]) -> Iterat
 
 
 def some_shapes(backends: Iterable[str | None], groups: Sequence[str]) -> Iterator[Case]:
-    """Of `every_shape` one mode and group for each operation, backend and shape; those take turns."""
+    """Return the cases of `every_shape`: by turns one mode and group per operation, backend and shape."""
     cases = every_shape(backends, groups)
     of_a_cell = groupby(cases, lambda case: (case.name, case.backend, case.shape))
     for turn, (_, cell) in enumerate(of_a_cell):
@@ -437,7 +437,7 @@ def some_shapes(backends: Iterable[str | None], groups: Sequence[str]) -> Iterat
 
 
 def some_types(backends: Iterable[str | None], groups: Sequence[str]) -> Iterator[Case]:
-    """Of `every_type` one mode and group for each operation, reduce op, dtype and backend, by turns."""
+    """Return the cases of `every_type`: by turns one mode and group per operation, op, dtype, backend."""
     cases = every_type(backends, groups)
     of_a_cell = groupby(cases, lambda case: (case.name, case.op, case.dtype, case.backend))
     for turn, (_, cell) in enumerate(of_a_cell):
@@ -464,7 +464,7 @@ def run_table(cases: Iterable[Case], groups: dict[str, mcr.Communicator], failur
 
 
 def _land(flying: list[tuple[Case, list[Check], Any]], failures: Failures) -> None:
-    """Wait for what is in flight, the last one first."""
+    """Wait for the operations in flight, the last one first."""
     for case, checks, work in reversed(flying):
         for each in work if isinstance(work, list) else [work]:
             each.wait()
@@ -481,7 +481,7 @@ def _returned(work: object) -> str | None:
 
 
 def make_groups(comm: mcr.Communicator) -> dict[str, mcr.Communicator]:
-    """World, a sub-group in reversed order, one that overlaps it, and the parts of a split."""
+    """Return the world, a sub-group in reversed order, one that overlaps it, and the parts of a split."""
     size = comm.size
     groups = {"world": comm, "reversed": mcr.new_group([0] if size == 1 else list(range(size))[::-1][:2])}
     if size > 1:
@@ -511,7 +511,7 @@ def shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failure
 
 
 def some_shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
-    """Run `some_shapes` on the backends that are named: what the pipeline chooses is one of them."""
+    """Run `some_shapes` on the named backends; the pipeline's own choice is one of them."""
     groups = make_groups(comm)
     named = [backend for backend in backends if backend is not None]
     run_table(some_shapes(named, _two_of(groups)), groups, failures)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the codec delta."""
+"""Programs of ranks in the tests of the codec delta."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job for all kinds
-    """Each kind and dtype, call by call; returns what differed, and shares of the bytes."""
+    """Run each kind and dtype, call by call; return the differences and the shares of bytes."""
     wrong: list[str] = []
     shares: dict[str, list[float]] = {}
     with mcr.init(backends=backends) as comm:
@@ -78,7 +78,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
                     comm.scatter(out, parts, root, compress="delta", tag=f"s{dtype}{numel}")
                     if not same(out, held[comm.rank]):
                         wrong.append(f"scatter {what}")
-                    # Each to the next, in a ring: the state is that of the peer and the tag.
+                    # Each rank sends to the next, in a ring: each peer and tag has a state.
                     before = (comm.rank - 1) % ranks
                     out = torch.empty_like(held[before])
                     sent = comm.isend(held[comm.rank], (comm.rank + 1) % ranks, numel, compress="delta")
@@ -144,7 +144,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
 
 
 def damaged(kind: str) -> list[list[str]]:
-    """A payload is damaged on rank 1 in the second call; what each call raised, on each rank."""
+    """Damage a payload on rank 1 in the second call; return the error of each call on each rank."""
     apply, is_armed = kernel.apply, False
 
     def spoiled(wire: torch.Tensor, out: torch.Tensor) -> kernel.Header:
@@ -212,7 +212,7 @@ def another_base() -> list[Any]:
 
 
 def bounded(keep: int, tags: int) -> dict[str, Any]:
-    """More tags than `keep` bytes have room for, in turns; what differed, and the bytes of copies."""
+    """Use more tags in turns than fit in `keep` bytes; return the differences and the bytes of copies."""
     wrong: list[str] = []
     most = 0
     codec = {"codec": "delta", "keep": keep}
@@ -264,7 +264,7 @@ def bounded(keep: int, tags: int) -> dict[str, Any]:
 
 
 def dropped_by_one(kind: str) -> dict[str, Any]:
-    """One rank alone drops what it holds: a receiver before call 2, the sender before call 4."""
+    """One rank alone drops its copies: a receiver before call 2, the sender before call 4."""
     wrong, shares = [], []
     with mcr.init(backends=["gloo"]) as comm:
         x = first(torch.bfloat16, 20_000, 0)
@@ -362,7 +362,7 @@ def hierarchical(inter: bool) -> dict[str, Any]:
 
 
 def in_inference_mode(codec: str) -> list[str]:
-    """Broadcasts and messages in torch's inference mode and outside of it, in turns; what differed."""
+    """Run broadcasts and messages in turns inside and outside torch's inference mode; return differences."""
     wrong: list[str] = []
     with mcr.init(backends=["gloo"]) as comm:
         held = first(torch.bfloat16, 40_001, 3)

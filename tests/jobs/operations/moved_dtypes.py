@@ -29,14 +29,14 @@ def value(dtype: torch.dtype, rank: int, numel: int, salt: int = 0) -> torch.Ten
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    """What is compared."""
+    """Return the bytes to compare."""
     flat = tensor.clone(memory_format=torch.contiguous_format).as_strided((tensor.numel(),), (1,))
     found: list[int] = flat.view(torch.uint8).tolist() if flat.numel() else []
     return found
 
 
 class Moves:
-    """All kinds that move data, on a communicator."""
+    """Runs all kinds that move data on a communicator."""
 
     def __init__(self, comm: mcr.Communicator, failures: Failures, dtype: torch.dtype, numel: int) -> None:
         self.comm, self.failures, self.dtype, self.numel = comm, failures, dtype, numel
@@ -63,7 +63,7 @@ class Moves:
             getattr(self, name)(**options)
 
     def rooted(self, **options: Any) -> None:
-        """From or to one rank."""
+        """Run operations from or to one rank."""
         comm, (root, number) = self.comm, (self.comm.ranks[-1], self.comm.size - 1)
         is_root = comm.rank == number
         sent = self.mine.clone()
@@ -87,7 +87,7 @@ class Moves:
             self.expect(scatter.__name__, out, parts[comm.rank])
 
     def gathers(self, **options: Any) -> None:
-        """All ranks' values on all ranks."""
+        """Gather all ranks' values on all ranks."""
         comm = self.comm
         out = torch.zeros(comm.size * self.numel, dtype=self.dtype)
         comm.all_gather_into_tensor(out, self.mine, **options)
@@ -250,7 +250,7 @@ def by_torch() -> dict[str, Any]:
         elif rank == 1:
             dist.recv(out, 0)
             expect("recv", out, everyone[0])
-        if dtype.is_complex:  # torch passes sums as those of float16, and refuses others
+        if dtype.is_complex:  # torch passes sums as sums of float16 and refuses other reductions
             continue
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
             failures.raises(

@@ -48,7 +48,7 @@ def values(rank: int, numel: int, salt: int, dtype: torch.dtype, choices: Array 
 
 
 def expected(parts: Sequence[Array], op: str) -> Array:
-    """What a reduction must be."""
+    """Return the expected result of a reduction."""
     stack = np.stack(parts)
     if op in ("MAX", "MIN"):
         best: Array = np.max(stack, 0) if op == "MAX" else np.min(stack, 0)
@@ -77,7 +77,7 @@ def expected(parts: Sequence[Array], op: str) -> Array:
 
 
 def problem(got: torch.Tensor, wanted: Array, allowed: float = 0.0, *, signs: bool = True) -> str | None:
-    """How a result differs, in words; without `signs` zeros of both signs are equal."""
+    """Return the difference of a result in words; without `signs` zeros of both signs are equal."""
     if got.numel() != wanted.size:
         return f"{got.numel()} values, expected {wanted.size}"
     if got.numel() == 0:
@@ -102,7 +102,7 @@ class Cases:
         self.salt = 0
 
     def check(self, what: str, op: str, dtype: torch.dtype, numel: int, run: Callable[..., Any]) -> None:
-        """One case. `run(tensor)` returns the result and the part of the whole that it is, or None."""
+        """Check one case. `run(tensor)` returns the result and its part of the whole, or None."""
         comm, self.salt = self.comm, self.salt + 1
         # Of three complex numbers the order decides whether the product is NaN, and the signs of its zeros.
         ordered = dtype.is_complex and op == "PRODUCT" and comm.size > 2
@@ -117,7 +117,7 @@ class Cases:
         self.failures.check(f"{what} {op} {dtype} {numel}", wrong)
 
     def all(self, backend: str | None, op: Any, dtype: torch.dtype, count: int) -> None:
-        """All kinds, on `count` elements; those that scatter have them for each rank."""
+        """Check all kinds with `count` elements, or with `count` elements per rank for kinds that scatter."""
         if backend is not None and ":" in backend:  # algorithms of all_reduce
             run = self._whole(backend, op, dtype, count)[0]
             self.check(f"{backend} all_reduce", op, dtype, count, run)

@@ -26,7 +26,7 @@ SPLITS = {
 
 
 def values(rank: int, *shape: int) -> torch.Tensor:
-    """What a rank has; no two ranks have the same."""
+    """Return a rank's values, different on every rank."""
     random = torch.Generator().manual_seed(100 + rank)
     return torch.randn(*shape, dtype=torch.float64, generator=random)
 
@@ -94,7 +94,7 @@ def check_rest(comm: mcr.Communicator) -> None:
 
 
 def check_megatron(comm: mcr.Communicator) -> None:
-    """f and g around a layer whose middle is spread over the ranks are the layer in one process."""
+    """f and g around a layer with a sharded middle equal the layer in one process."""
     rank, size = comm.rank, comm.size
     x, first, second = values(50, 4, 5), values(51, 5, 3 * size), values(52, 3 * size, 5)
     leaves = [each.clone().requires_grad_() for each in (x, first, second)]
@@ -112,7 +112,7 @@ def check_megatron(comm: mcr.Communicator) -> None:
 
 
 def check_conjugates(comm: mcr.Communicator) -> None:
-    """What each does alone, with a gradient that differs between ranks, strided like one of `expand`."""
+    """Check f and g alone, with a gradient that differs between ranks and has the strides of `expand`."""
     own = values(comm.rank, 3, 2)
     total = sum((values(peer, 3, 2) for peer in range(comm.size)), torch.zeros(3, 2, dtype=torch.float64))
     incoming = torch.tensor(comm.rank + 1.0, dtype=torch.float64).expand(3, 2)
@@ -162,7 +162,7 @@ def check_keywords(comm: mcr.Communicator, backend: str) -> None:
 
 
 def check_group(comm: mcr.Communicator) -> None:
-    """A group whose order is not that of the job: its rank 0 is the job's last rank."""
+    """Check a group in another order than the job's: its rank 0 is the job's last rank."""
     group = mcr.new_group([comm.size - 1, 0])
     if group.rank < 0:
         return

@@ -91,7 +91,7 @@ def test_deadlines_exclude_the_compilation_of_a_peer(across: bool) -> None:
 
 
 def libraries_without_kernels() -> list[bool]:
-    """Runs on ranks whose libraries need no compiler."""
+    """Run on ranks with libraries that need no compiler."""
     found = []
     for backends in (["gloo"], ["mpi", "gloo"]):
         with mcr.init(backends=backends if mpi_usable() else ["gloo"]) as comm:
@@ -102,7 +102,7 @@ def libraries_without_kernels() -> list[bool]:
 
 @pytest.mark.long
 def test_no_compiler_where_no_kernel_is_used() -> None:
-    # A variable that imports read: a process of its own, in which nothing has been imported before.
+    # Imports read the variable, so the test needs a new process without earlier imports.
     for result in run_ranks(
         libraries_without_kernels, 2, env={"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}
     ):
@@ -140,7 +140,7 @@ def test_loading_cached_kernels_is_announced_like_compilation(
     compiling._loaded.clear()  # as in another process
     with compiling.preparing("it"):  # loads
         assert told == [True, False, True]
-    with compiling.preparing("it"):  # has both behind it
+    with compiling.preparing("it"):  # prepares both
         assert told == [True, False, True, False]
     assert told == [True, False, True, False]
 
@@ -289,7 +289,7 @@ def test_a_kernel_is_compiled_again_when_what_it_is_made_of_has_changed(tmp_path
     folder.mkdir()
 
     def edit(name: str, old: str, new: str) -> None:
-        """As an editor or git would, in the same second and to the same size."""
+        """Change a file like an editor or git, in the same second and with the same size."""
         times = (folder / name).stat()
         (folder / name).write_text(PAIR[name].replace(old, new))
         os.utime(folder / name, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -311,7 +311,7 @@ def test_a_kernel_is_compiled_again_when_what_it_is_made_of_has_changed(tmp_path
     with server:
         assert result_and_hits() == [20, 0]
         assert result_and_hits() == [20, 1]
-        edit("parts.py", "x + 1", "x + 5")  # the function that is inlined
+        edit("parts.py", "x + 1", "x + 5")  # the inlined function
         assert result_and_hits() == [24, 0]
         edit("factors.py", "2", "3")  # a constant of that function, from another file
         assert result_and_hits() == [34, 0]
@@ -402,7 +402,7 @@ def test_without_a_terminal_only_the_compiling_process_logs(tmp_path: Path) -> N
 
 
 def test_numba_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nothing has prepared counts too."""
+    """Functions that were not prepared count too."""
     from mcr_plus.kernels import cpu
 
     told: list[bool] = []
@@ -438,7 +438,7 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _kernels() -> list[Any]:
     """The functions of the package that numba compiles where they are called."""
-    from numba.core.dispatcher import Dispatcher  # ranks import this module, some of which must not have it
+    from numba.core.dispatcher import Dispatcher  # some ranks must not have numba
 
     found: dict[int, Any] = {}
     root = os.path.dirname(mcr.__file__)
@@ -471,10 +471,10 @@ def test_warmup_leaves_no_kernel_out() -> None:
     assert len(kernels) > 50
     ready = {kernel for kernel in kernels if kernel.overloads}
     carriers = [SimpleNamespace(py_func=each) for each in (p2p_checks._carry_out, p2p_checks._carry_in)]
-    found = [*ready, *carriers]  # functions for C are prepared as well, and are no dispatchers
+    found = [*ready, *carriers]  # functions for C are prepared as well but are no dispatchers
     while found:
         found = [each for kernel in found for each in _called(kernel) if each not in ready]
-        ready.update(found)  # what is compiled into a kernel comes from disk with it
+        ready.update(found)  # functions compiled into a kernel come from disk with it
     assert [kernel.py_func.__qualname__ for kernel in kernels if kernel not in ready] == []
 
 
@@ -510,7 +510,7 @@ def _adder(number: int) -> Any:
 def test_functions_of_one_text_that_are_compiled_at_once_are_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two processes, both begin to write before either has, and the first one writes last."""
+    """Two processes both begin to write before either is done, and the first one finishes last."""
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     write: Any = IndexDataCacheFile._save_data
     writes: list[Any] = []

@@ -1,7 +1,7 @@
-"""Ranks that die, stop or do not come: the others are told which, in time, and end well.
+"""Ranks that die, stop or do not come: the others learn in time which ranks they are, and end well.
 
-`ulfm` is Open MPI with its fault tolerance, whose launcher leaves the survivors of a dead rank alone;
-`torch` starts ranks with nobody over them.
+`ulfm` is Open MPI with fault tolerance: its launcher does not end the survivors of a dead rank. `torch`
+starts ranks without a launcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcr_plus.launch import loopback, scratch
 from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 
 DEADLINE_S = 3.0  # of operations with ranks that live and do not come
-LONG_S = 90.0  # of those with ranks that are lost, which nobody waits for
+LONG_S = 90.0  # the deadline of jobs with lost ranks; no test waits for it
 LIMIT_S = 45.0  # on a machine with much else to do; benchmarks/bench_failures.py measures
 START_LIMIT_S = 240.0
 VICTIM = 1
@@ -195,7 +195,7 @@ def _attempt_message(form: str, backend: str, group: mcr.Communicator) -> dict[s
 
 
 def exits(status: int | None) -> dict[str, Any]:
-    """Runs on ranks: rank 1 leaves the block of the world by `sys.exit`; what rank 0 is told."""
+    """Run on ranks: rank 1 leaves the block of the world by `sys.exit`; return the error of rank 0."""
     found: dict[str, Any] = {}
     with suppress(SystemExit), mcr.init(configuration(LONG_S)) as world:
         mcr.all_reduce(torch.ones(3))

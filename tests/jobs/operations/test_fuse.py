@@ -1,4 +1,4 @@
-"""The fuse stage on real ranks: what travels together, when it is sent, and who hears of errors."""
+"""The fuse stage on real ranks: fused operations, the times of sending, and the receivers of errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(backend: str, *stages: dict[str, Any], timeout: str = "30s", **fuse: 
 
 
 def values(rank: int, index: int, numel: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """What rank `rank` passes as operation `index`: small integers, exact in every dtype."""
+    """Return the input of rank `rank` to operation `index`: small integers, exact in every dtype."""
     return (np.arange(numel) * 3 + 5 * index + 2 * rank) % 7
 
 
@@ -47,7 +47,7 @@ def given(rank: int, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def expected(kind: str, rank: int, ranks: int, index: int, numel: int) -> Any:
-    """By NumPy, from the definition; `numel` is what one rank's part holds."""
+    """Return NumPy's result from the definition; `numel`: the elements of one rank's part."""
     total = numel * ranks if kind in ("reduce_scatter", "all_to_all") else numel
     inputs = [values(r, index, total) for r in range(ranks)]
     part = slice(rank * numel, (rank + 1) * numel)
@@ -80,7 +80,7 @@ def start(comm: mcr.Communicator, kind: str, index: int, numel: int, dtype: torc
 
 
 def everything(backend: str) -> list[str]:
-    """Runs on ranks: many operations of all kinds and some dtypes in flight; what is wrong."""
+    """Run on ranks, with many operations of all kinds and some dtypes in flight; return the failures."""
     problems = []
     with mcr.init(config(backend, bucket="4KiB", first_bucket="1500")) as comm:
         started = []
@@ -123,7 +123,7 @@ def counted(records: Any) -> list[tuple[str, int, int]]:
 
 
 def when() -> dict[str, Any]:  # noqa: C901 - a list of cases
-    """Runs on ranks: what each fact of the program sends."""
+    """Run on ranks; return the operations that each event of the program sends."""
     found: dict[str, Any] = {}
     with mcr.init(config("gloo", bucket="128", first_bucket="64")) as comm:
 
@@ -131,10 +131,10 @@ def when() -> dict[str, Any]:  # noqa: C901 - a list of cases
             return [comm.all_reduce(torch.ones(size // 4), async_op=True) for size in sizes]
 
         def sent(step: Callable[[], Any]) -> None:
-            """What has been issued when `step` is over, and in the end."""
+            """Return the operations issued by the end of `step`, and in the end."""
             with mcr.record() as log:
                 kept = step()
-                mcr.barrier()  # not fused, and does not send what is held back
+                mcr.barrier()  # not fused, and does not send the held operations
                 mcr.flush()
                 for work in kept:
                     work.wait()
@@ -217,7 +217,7 @@ def test_events_that_send_a_bucket() -> None:
 
 
 def order_of_buckets(order: str) -> list[str]:
-    """Runs on ranks: in which order open buckets are sent, however ranks wait."""
+    """Run on ranks; return the order in which open buckets are sent, however ranks wait."""
     with mcr.init(config("gloo", order=order)) as comm, mcr.record() as log:
         works: list[Any] = [
             comm.all_reduce(torch.ones(2), async_op=True, tag="first"),
@@ -305,7 +305,7 @@ def test_lookup_of_a_peers_buckets_binds_nothing(codec: str | None) -> None:
 
 
 def only_what_is_needed() -> list[Any]:
-    """Runs on ranks: as above, while rank 0 also holds what its peer has not come to yet."""
+    """Run on ranks: the same, while rank 0 also holds operations that its peer has not issued yet."""
     with mcr.init(config("gloo")) as comm:
         x, y, z = torch.full((5,), comm.rank + 1.0), torch.zeros(3), torch.ones(2, dtype=torch.int64)
         works: list[Any] = [comm.all_reduce(x, async_op=True)]
@@ -328,7 +328,7 @@ def test_flush_for_a_waiting_peer_sends_only_its_buckets() -> None:
 
 
 def different_places() -> str:
-    """Runs on ranks: one waits between two operations, the other behind them."""
+    """Run on ranks: one waits between two operations, the other after them."""
     with mcr.init(config("gloo")) as comm:
         first = comm.all_reduce(torch.ones(4), async_op=True)
         assert first is not None
@@ -430,7 +430,7 @@ def test_odd_tensors_and_a_codec() -> None:
 
 
 def steady() -> list[list[int]]:
-    """Runs on ranks: for each of some steps, memory of buffers before and after it, and what it allocates."""
+    """Run on ranks; return, for some steps, the buffers' memory before and after, and the allocated bytes."""
     with mcr.init(config("gloo", bucket="64KiB", first_bucket="16KiB", memory="256KiB")) as comm:
         tensors = [torch.ones(n) for n in (100, 1000, 3000, 5000, 7000, 400)]
         found = []
@@ -461,7 +461,7 @@ def test_nothing_is_allocated_in_the_long_run() -> None:
 
 
 def unwaited() -> list[list[int]]:
-    """Runs on ranks: how many members operations have while nobody waits, and after."""
+    """Run on ranks; return the members of operations while no rank waits, and after that."""
     with mcr.init(config("gloo", bucket="64", first_bucket="64", memory="128")) as comm:
         found = []
         for _ in range(2):

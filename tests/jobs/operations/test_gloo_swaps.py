@@ -52,7 +52,7 @@ def _issue(comm: mcr.Communicator, kind: str, value: torch.Tensor, out: torch.Te
 
 
 def _made(kind: str, numel: int, rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input and output of an operation, `numel` elements from and for each rank, and what it is to be."""
+    """Return an operation's input, output and expected result; `numel`: the elements per rank."""
     both = [torch.arange(2.0 * numel) + 1000 * each + 10 * number for each in range(2)]
     mine = slice(rank * numel, (rank + 1) * numel)
     if kind == "all_gather":
@@ -152,7 +152,7 @@ def _known(comm: mcr.Communicator) -> None:
 
 
 def _issued(comm: mcr.Communicator, depth: int) -> list[tuple[mcr.Work, torch.Tensor, torch.Tensor]]:
-    """`depth` operations of each kind in flight: handle, output, and what that is to be."""
+    """Issue `depth` operations of each kind; return their handles, outputs and expected results."""
     cases = [(kind, *_made(kind, 3, comm.rank, number)) for number in range(depth) for kind in KINDS]
     return [(_issue(comm, kind, value, out), out, expected) for kind, value, out, expected in cases]
 
@@ -168,7 +168,7 @@ def waits_for_a_late_rank() -> dict[str, Any]:
     if comm.rank == 0:
         issued = _issued(comm, DEPTH)
         works.append(comm.irecv(received, 1))
-        time.sleep(3 * GLOO_S)  # what is tested: that this much time does nothing
+        time.sleep(3 * GLOO_S)  # the test: this time has no effect
     names = [each.name for each in threading.enumerate()]
     meet("late", 2)
     if comm.rank == 1:
@@ -191,12 +191,12 @@ def test_operations_in_flight_wait_for_a_late_rank_with_one_thread() -> None:
     assert early.value["equal"]
     assert late.value["equal"]
     assert early.value["received"] == [0.0, 1.0, 2.0]
-    # One for the exchanges, one for the receive, and perhaps one that was idle but not yet known to be.
+    # One for the exchanges, one for the receive, and perhaps one that was idle but not yet known as idle.
     assert early.value["watchers"] <= 3
 
 
 def loses_the_other_side() -> dict[str, Any]:
-    """Runs on ranks: rank 1 dies while rank 0 has many in flight, of which rank 1 has issued a few."""
+    """Run on ranks: rank 1 dies after a few of the operations that rank 0 has in flight."""
     comm = _begin()
     _known(comm)
     issued = _issued(comm, 2 if comm.rank else DEPTH)

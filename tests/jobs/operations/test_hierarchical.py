@@ -1,4 +1,4 @@
-"""The hierarchical stage: who shares a node, what is refused, and results on real ranks against oracles."""
+"""The hierarchical stage: shared nodes, refused settings, and results on real ranks against oracles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI
 
 
 def layout(hosts: str, ranks: Sequence[int] | None = None, rank: int = 0, **options: Any) -> Nodes | str:
-    """The nodes of a group of a job, whose hosts have one letter each."""
+    """Return the nodes of a group of a job; each host is named by a letter."""
     members = tuple(range(len(hosts))) if ranks is None else tuple(ranks)
     return nodes_of(load(config(**options)), tuple(hosts), Group("world", members, rank))
 

@@ -1,4 +1,4 @@
-"""Algorithm files from elsewhere, run on their number of ranks, if MCR_ALGORITHM_FILES names a folder.
+"""Algorithm files of other projects, run on their number of ranks, if MCR_ALGORITHM_FILES names a folder.
 
     MCR_ALGORITHM_FILES=~/algorithms pytest tests/jobs/operations/test_msccl_files.py
 
@@ -76,7 +76,7 @@ def result_of(
 
 
 def sizes_of(algorithm: Algorithm, width: int) -> list[int]:
-    """Elements of the whole buffer, in the file's range; one number does not divide by that of chunks."""
+    """Return sizes of the whole buffer in the file's range; one does not divide by the number of chunks."""
     most = min(algorithm.most or 1 << 22, 1 << 22)
     least = max(algorithm.least, min(4096, most))
     ranks = algorithm.ranks

@@ -40,7 +40,7 @@ def dispatch(progress: str) -> dict[str, Any]:
 
 
 def hands_off(progress: str, patience: float) -> tuple[bool, bool]:
-    """Whether an operation, and what was to follow it, were done while the program called nothing of ours."""
+    """Return whether an operation and its followers were done without a call of the program."""
     followed = threading.Event()
     done = False, False
     with mcr.init(dispatch(progress)) as comm:
@@ -78,7 +78,7 @@ CODECS: dict[str, dict[str, Any]] = {"none": {}, "bf16": {}, "int8_block": {}, "
 
 
 def in_inference_mode(backend: str, progress: str, fuse: bool) -> list[str]:
-    """What differs from sums and means by hand; the mode changes between calls that share a residual."""
+    """Return the differences from sums and means by hand; calls of both modes share a residual."""
     stages: list[dict[str, Any]] = [{"fuse": {}}] if fuse else []
     stages += [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "30s", "progress": progress}}]
     wrong = []
@@ -188,7 +188,7 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
 
 
 class Stub:
-    """Stands for an operation: done or not, and what happens while somebody looks at it."""
+    """A stand-in for an operation, done or not, that acts while its state is read."""
 
     error = poll = noted = None
     inline = waited = True
@@ -250,7 +250,7 @@ class Noted(GroupBoard):
 
 @pytest.mark.parametrize("when", [1, 3, 200])
 def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None:
-    """Whether the first polls, those that follow, or those of the engine are going on."""
+    """The first polls, the following polls, or the engine's polls are running."""
     engine = Engine(Peers(0, ("host",), None, 1.0), wait="spin", oversubscribed=False)
     group, nobody = Group("world", (0,), 0), cast("Any", None)
     polls: list[None] = []
@@ -341,7 +341,7 @@ def test_failure_propagates_along_dependent_operations_across_groups() -> None:
     second = issued(engine, 2, first)
     third = issued(engine, 3, second)
     other = issued(engine, 4, issued(engine, 5, None))
-    # The last of the chain is looked at before the one that it follows.
+    # The last operation of the chain is polled before the operation that it follows.
     engine.blocked.sort(key=lambda channel: -channel.pending[0].sequence)
     engine.fail(first, mcr.OrderMismatch("ranks differ"))
     for work in (first, second, third):

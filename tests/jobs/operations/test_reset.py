@@ -1,4 +1,4 @@
-"""After a failure other groups go on, `mcr.reset` makes a fresh world, and a broken library is not called."""
+"""After a failure other groups continue, `mcr.reset` makes a new world, broken libraries are not called."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _expected(size: int, numel: int) -> list[float]:
 
 
 def _open(most: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Files and threads of this process; with `most`, after a while in which threads that end may do so."""
+    """Return the files and threads of this process; with `most`, once threads have had time to end."""
     gc.collect()
     ends = time.monotonic() + 5
     while True:
@@ -57,7 +57,7 @@ def _open(most: tuple[int, int] | None = None) -> tuple[int, int]:
 
 
 def _mistake(comm: mcr.Communicator, backend: str) -> str:
-    """The last rank sends another size; both are known to all. What each rank is told."""
+    """Let the last rank send another size, both known to all; return each rank's error."""
     for numel in (3, 5):
         assert _sum(comm, numel, backend=backend) == _expected(comm.size, numel)
     told = outcome_of(lambda: _sum(comm, 5 if comm.rank == comm.size - 1 else 3, backend=backend))
@@ -77,7 +77,7 @@ def carry_on(libraries: list[str]) -> dict[str, Any]:
     kept = world.persistent("barrier")
     for backend in libraries:
         world = mcr.world()
-        left = world.all_reduce(torch.ones(1 << 16), async_op=True, backend=backend)  # nobody waits for it
+        left = world.all_reduce(torch.ones(1 << 16), async_op=True, backend=backend)  # no wait
         assert left is not None
         found["told"].append(_mistake(world, backend))
         fresh = mcr.reset()
@@ -125,7 +125,7 @@ def test_a_job_of_one_rank_may_be_reset() -> None:
 
 
 def remedies() -> list[str]:
-    """Runs on ranks: what an operation of a group that has failed says, by the ways to go on."""
+    """Run on ranks; return the errors of operations of a failed group, by the ways to continue."""
     world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES})
     found = []
     for group in (mcr.new_group([1, 0]), world.branch(), world):
@@ -443,7 +443,7 @@ def test_failed_reset_names_the_remedy(tmp_path: Path, via: Via) -> None:
 
 
 class _Forbidden:
-    """In place of what MPI made, in a process in which MPI is not to be called."""
+    """A replacement of MPI's objects in a process that must not call MPI."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"MPI has been called: {name}")
@@ -492,7 +492,7 @@ def _asynchronous(group: mcr.Communicator) -> dict[str, Any]:
 
 
 def switched_off(broken_on: list[int], hierarchical: bool) -> dict[str, Any]:
-    """Runs on ranks: MPI breaks on some of them, and the program goes on with groups."""
+    """Run on ranks: MPI breaks on some of them, and the program continues with groups."""
     stages = STAGES[:1] + [{"hierarchical": {"ranks_per_node": 2}}] * hierarchical + STAGES[1:]
     world = mcr.init({"version": 1, "pipeline": stages})
     size, everybody = world.size, list(range(world.size))

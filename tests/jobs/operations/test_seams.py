@@ -153,7 +153,7 @@ def hold_two_issue_one() -> dict[str, Any]:
         "bytes": [record.bytes for record in log.records],
     }
     late = torch.ones(2)
-    mcr.all_reduce(late, async_op=True)  # nobody waits: finalize sends it
+    mcr.all_reduce(late, async_op=True)  # no wait: finalize sends it
     mcr.finalize()
     return {**result, "late": late.tolist()}
 
@@ -243,7 +243,7 @@ def documented(page: str, module: str) -> str:
 
 
 def _install_outside(folder: Path) -> None:
-    """Write what pip leaves behind for packages with entry points: the backend and the stage of the docs."""
+    """Write the files that pip makes for packages with entry points: the docs' backend and stage."""
     for module, page, entry in (
         ("toystore", "adding-a-backend.md", "[mcr_plus.backends]\ntoystore = toystore:StoreBackend\n"),
         ("chunk", "adding-a-stage.md", "[mcr_plus.stages]\nchunk = chunk:ChunkStage\n"),
@@ -353,7 +353,7 @@ class MeanStage:
 
 
 def keep_state_outside(folder: str) -> dict[str, Any]:
-    """Two jobs: the second goes on where the first has saved, with one of its two operations."""
+    """Two jobs: the second continues from the first's saved state, with one of its two operations."""
     registry.register("stages", "mean", MeanStage)
     lines: list[str] = []
     handler = logging.Handler()
@@ -433,7 +433,7 @@ class TorchWork(c10d.Work):
 
 
 class Shell(dist.ProcessGroup):
-    """What DDP needs of a process group, over a Communicator."""
+    """The methods of a process group that DDP needs, over a Communicator."""
 
     def __init__(self, comm: mcr.Communicator) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the stubs lack this one

@@ -1,4 +1,4 @@
-"""A library that fails, and another one that takes over: real libraries on real ranks."""
+"""A library fails and another one takes over: real libraries on real ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_explain_names_the_library_that_takes_over() -> None:
 
 @pytest.mark.parametrize("backends", [["msccl", "gloo"], ["gloo", "msccl"]], ids="->".join)
 def test_operations_that_cannot_run_again_fail_on_all_ranks(backends: list[str]) -> None:
-    """Under gloo, an operation that it leaves behind in a torn connection does not wait for its timeout."""
+    """Under gloo, an operation left in a torn connection does not wait for its timeout."""
     text = "completed an operation that others have not, and its tensors have changed since"
     for each in values(jobs.with_changed_inputs, 2, backends):
         assert "rank 0 completed" in each["error"]

@@ -1,8 +1,8 @@
-"""Programs on simulated devices, with what they must give: each uses streams in a way that users may.
+"""Programs on simulated devices, with their expected results: each uses streams in a permitted way.
 
-A program returns the values it has read. Inputs are small integers that differ from rank to rank, so that
-sums are exact, in bfloat16 as well. A rank may let go of a tensor that another stream uses only after
-`record_stream`, as in torch; whatever else needs the memory is the library's business.
+A program returns the values that it has read. Inputs are small integers that differ from rank to rank, so
+that sums are exact, in bfloat16 as well. As in torch, a rank may drop a tensor in use by another stream only
+after `record_stream`; every other use of the memory is the library's business.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def total(size: int, salt: int = 0, count: int = COUNT) -> Values:
     return [sum(column) for column in zip(*(given(rank, salt, count) for rank in range(size)), strict=True)]
 
 
-# -- programs: what a rank does, and what it must read -----------------------------------------------
+# -- programs of a rank, and their expected results --------------------------------------------------
 
 
 def one(rank: Rank, **how: Any) -> Values:
@@ -45,7 +45,7 @@ def one(rank: Rank, **how: Any) -> Values:
 
 
 def two(rank: Rank, **how: Any) -> Values:
-    """Two operations in flight, one of them polled."""
+    """Have two operations in flight, one of them polled."""
     x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
     first = rank.comm.all_reduce(x, async_op=True, **how)
     rank.step()
@@ -58,7 +58,7 @@ def two(rank: Rank, **how: Any) -> Values:
 
 
 def libraries(rank: Rank, **how: Any) -> Values:
-    """Two libraries at a time, waited for in the other order."""
+    """Use two libraries at a time, waited for in the other order."""
     x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
     first = rank.comm.all_reduce(x, async_op=True, backend="nccl", **how)
     rank.step()
@@ -71,7 +71,7 @@ def libraries(rank: Rank, **how: Any) -> Values:
 
 
 def four(rank: Rank, **how: Any) -> Values:
-    """Two operations in flight on each of two libraries."""
+    """Have two operations in flight on each of two libraries."""
     tensors = [rank.tensor(given(rank.rank, salt)) for salt in range(4)]
     works = [
         rank.comm.all_reduce(x, async_op=True, backend="nccl" if salt % 2 else "gloo", **how)
@@ -179,7 +179,7 @@ def dropped(rank: Rank, **how: Any) -> Values:
 
 
 def strided(rank: Rank, **how: Any) -> Values:
-    """Tensors that are packed first, and whose results are copied out, waited for on two streams."""
+    """Use tensors that are packed first and copied out at the end, waited for on two streams."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(2):
@@ -253,7 +253,7 @@ def messages(rank: Rank, **how: Any) -> Values:
 
 
 def in_order(rank: Rank, **how: Any) -> Values:
-    """Messages of one peer and tag, of which the first is the largest, arrive in the order of their sends."""
+    """Messages of one peer and tag arrive in the order of their sends, though the first is the largest."""
     right, left = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
     outs = [rank.tensor([0.0] * count) for count in MESSAGES]
     works = []
@@ -349,7 +349,7 @@ def persistent(rank: Rank, **how: Any) -> Values:
 
 
 def hook(rank: Rank, **how: Any) -> Values:
-    """What the hooks of gradients do: buckets with state between calls, all in flight before the waits."""
+    """Act like the hooks of gradients: buckets with state between calls, all in flight before the waits."""
     read = []
     keyed: Options = {"parts": ((COUNT,),)} if how.get("compress") else {}
     for salt in range(3):
@@ -374,7 +374,7 @@ def hook(rank: Rank, **how: Any) -> Values:
 
 
 def matrices(rank: Rank, **how: Any) -> Values:
-    """Two calls in flight on the state of one: what powersgd does."""
+    """Have two calls in flight on one state, like powersgd."""
     tensors = [rank.tensor([given(rank.rank, salt, ROWS)] * ROWS) for salt in range(2)]
     works = []
     for x in tensors:
@@ -401,7 +401,7 @@ def following(rank: Rank, **how: Any) -> Values:
 
 
 def following_a_wait(rank: Rank, **how: Any) -> Values:
-    """A second function, on another stream than that whose wait has run the first."""
+    """Run a second function on another stream than the one that ran the first at its wait."""
     one = rank.stream()
     x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
     work = rank.comm.all_reduce(x, async_op=True, **how)
@@ -415,7 +415,7 @@ def following_a_wait(rank: Rank, **how: Any) -> Values:
 
 
 def let_go(rank: Rank, **how: Any) -> Values:
-    """Results that are copied out on another stream than that of the issue, each handle let go at once."""
+    """Copy results out on another stream than the issuing one; drop each handle at once."""
     one, other = rank.stream(), rank.stream()
     tensors, works = [], []
     with rank.under(one):
@@ -432,7 +432,7 @@ def let_go(rank: Rank, **how: Any) -> Values:
 
 
 def failing(rank: Rank, **how: Any) -> Values:
-    """The host library fails; operations behind have begun with tensors that the program lets go."""
+    """The host library fails; later operations have begun with tensors that the program drops."""
     rank.job.fails = 1
     works = []
     with contextlib.suppress(BackendError):

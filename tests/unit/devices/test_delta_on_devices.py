@@ -1,4 +1,4 @@
-"""The codec delta on tensors of a device, beside what `test_races.py` runs in the settings named `delta`."""
+"""The codec delta on tensors of a device; `test_races.py` runs more, in the settings named `delta`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_race(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All streams of a test are under torch's race detector."""
+    """Put all streams of a test under torch's race detector."""
     made: list[Simulator] = []
     begin = Simulator.__init__
 
@@ -184,7 +184,7 @@ def test_native_operations_are_one_call(
     assert {id(out)} <= {id(tensor) for tensor in job.streams[0].kept}
 
 
-# -- what operations mean -------------------------------------------------------------------------
+# -- the meaning of operations -------------------------------------------------------------------------
 
 
 def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -655,7 +655,7 @@ def test_checks_for_background_errors_are_rare(job: Job) -> None:
 
 
 def test_other_errors_fail_the_operations_of_their_link_alone(alone: tuple[Job, NcclChannel]) -> None:
-    """Not that whose poll came upon it, and none is lost."""
+    """The operation whose poll found the error is no exception, and no error is lost."""
     job, channel = alone
     job.simulator.slow = 3
     first = all_reduce(channel)
@@ -747,7 +747,7 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
     small, large = ([torch.ones(count) for _ in range(SIZE)] for count in (4, 5000))
 
     def turn(tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether each rank had launched when the call returned."""
+        """Return whether each rank had launched when the call returned."""
         bound = [channel.bind(signed) for channel in channels]
         polls = [start(Message(signed, (t,), (t,))) for start, t in zip(bound, tensors, strict=True)]
         launched = [poll.ready for poll in polls if isinstance(poll, EventPoll)]
@@ -759,7 +759,8 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
 
 
 def test_messages_with_any_of_the_peers_that_are_connected_stay_off_the_background(job: Job) -> None:
-    """As all_to_all_v of a routing that changes: most counts are zero, in other places each time."""
+    """The calls resemble all_to_all_v of a changing routing: most counts are zero, in other places each
+    time."""
     channels, random = job.open(), np.random.default_rng(0)
     job.simulator.slow = 1
     signed = signature("all_to_all_v")
@@ -849,7 +850,7 @@ def test_many_operations_in_turn_stay_off_the_background(alone: tuple[Job, NcclC
     job, channel = alone
     assert all_reduce(channel)()
     job.simulator.slow = 10**9  # nothing more gets through there
-    for _ in range(600):  # nobody asks whether they are done
+    for _ in range(600):  # no poll of the operations
         assert all_reduce(channel).ready
     for _ in range(600):
         assert all_reduce(channel)()
@@ -983,7 +984,7 @@ def test_a_failed_communicator_is_aborted_even_in_a_clean_end(alone: tuple[Job, 
     assert job.simulator.closed[-1] == ("abort", 1000)
 
 
-# -- what there is --------------------------------------------------------------------------------
+# -- available features --------------------------------------------------------------------------------
 
 
 def test_registry_has_the_nccl_backend() -> None:

@@ -1,4 +1,4 @@
-"""Plans of buckets: what they promise, and the least finish time against every partition there is."""
+"""Plans of buckets: their properties, and the least finish time compared with all partitions."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ def test_alignment_of_the_earliest_finish(spec: list[tuple[int, int]], alignment
 
     plan = earliest_finish(entries, cost, alignment=alignment)
     check_layout(plan, entries, alignment)
-    assert all(bucket.nbytes in seen for bucket in plan)  # what was weighed is what is sent
+    assert all(bucket.nbytes in seen for bucket in plan)  # the priced sizes are sent
 
 
 def test_500_tensors_do_not_take_minutes() -> None:
-    """A search that is cubic in the tensors would."""
+    """A search that is cubic in the tensors would take minutes."""
     random = np.random.default_rng(0)
     ready = np.sort(random.uniform(0, 1e4, 500))
     entries = [BucketEntry(i, int(random.integers(1, 1 << 22)), None, float(ready[i])) for i in range(500)]

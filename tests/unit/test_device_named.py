@@ -23,7 +23,7 @@ CANDIDATE: Final = re.compile(rf"\btorch\s*\.\s*({'|'.join(MAKERS)})\b")
 
 
 def _unnamed(source: str) -> Iterator[int]:
-    """Lines with a call such as `torch.zeros(…)` that names no device."""
+    """Return the lines with a call such as `torch.zeros(…)` without a device."""
     if not CANDIDATE.search(source):
         return
     for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""What the log says while ranks wait for others, and in processes that are not ranks of one job."""
+"""Log lines while ranks wait for others, and in processes that are not ranks of one job."""
 
 from __future__ import annotations
 

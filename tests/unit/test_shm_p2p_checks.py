@@ -25,7 +25,7 @@ SIZES = (1, 8, 511, 512, 513, 5000, BLOCK, BLOCK + 1, 3 * BLOCK + 77)
 
 
 class DamagedError(Exception):
-    """From a rank, first in a block."""
+    """An error of a rank, first in a block."""
 
 
 class Rank:
@@ -64,7 +64,7 @@ def values(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def polled(poll: Any) -> tuple[Any, ...] | None:
-    """What a poll has raised; nothing, if it is true, and None if it is not."""
+    """Return a poll's error, an empty text if it is true, and None if it is not."""
     try:
         return () if poll() else None
     except DamagedError as error:
@@ -72,7 +72,7 @@ def polled(poll: Any) -> tuple[Any, ...] | None:
 
 
 def settle(polls: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Poll all until all have ended; what each has raised."""
+    """Poll all until all have ended; return the error of each."""
     found: list[tuple[Any, ...] | None] = [None] * len(polls)
     for _ in range(20_000):
         for index, poll in enumerate(polls):

@@ -30,7 +30,7 @@ VAGUE = {"Job", "Part", "Operation", "Step", "Entry", "Sent", "Kept", "Had", "Pl
 
 @cache
 def sources(folder: str) -> dict[str, str]:
-    """The text of the modules in a folder, also behind links, by path."""
+    """Return the text of the modules in a folder, also through links, by path."""
     return {
         str(path.relative_to(ROOT / folder)): path.read_text()
         for place, _, names in os.walk(ROOT / folder, followlinks=True)
@@ -66,18 +66,18 @@ def test_there_is_something_to_check() -> None:
 
 
 def test_classes_have_few_methods() -> None:
-    """An exception whose class has become small must go, too."""
+    """An exception for a class that has become small must be removed, too."""
     assert large_classes().keys() == ONE_PER_KIND.keys(), large_classes()
 
 
 def class_names() -> Counter[str]:
-    """How many classes of the library have each name."""
+    """Return the number of the library's classes by name."""
     nodes = (node for text in sources("mcr_plus").values() for node in ast.walk(ast.parse(text)))
     return Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
 
 
 def test_classes_have_names_of_their_own() -> None:
-    """So that a search by name finds one class. A name that is shared no more must go from the list, too."""
+    """A search by name finds one class. A name that is no longer shared must leave the list, too."""
     names = class_names()
     assert len(names) > 700
     assert {name for name, count in names.items() if count > 1} == SHARED.keys()

@@ -42,7 +42,7 @@ def every_query(
     kinds: tuple[str, ...] = ("all_reduce", "all_gather", "all_gather_v"),
     scales: Iterable[tuple[int, int]] = SCALES,
 ) -> Iterator[Query]:
-    """One operation of every sort that the generated keys tell apart, at and around every bound."""
+    """Return one operation of every sort that the generated keys tell apart, at and around every bound."""
     for kind, dtype, (ranks, nodes), async_op in product(
         kinds, ("float32", "float16"), scales, (False, True)
     ):
@@ -99,7 +99,7 @@ def tables(
 
 
 def is_grouped(found: Table) -> bool:
-    """Whether the rules of every key stand together."""
+    """Return whether the rules of every key stand together."""
     order = [rule.key for rule in found.rules]
     return all(
         order[index] == order[index - 1] or order[index] not in order[:index]

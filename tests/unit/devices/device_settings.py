@@ -163,8 +163,7 @@ def randomly(seed: int) -> Decisions:
 def runs(
     setting: Setting, program: Program, size: int, seeds: Sequence[int] = (0, 1)
 ) -> tuple[list[str], list[Found]]:
-    """Run one program several times; return the problems and the runs. All runs must have the same
-    results."""
+    """Run one program several times; return the problems, such as different results, and the runs."""
     found = [run(setting, program, size, randomly(seed), slow=3 * (seed % 2)) for seed in seeds]
     problems = [problem for each in found for problem in each.problems]
     if not problems and any(each.results != found[0].results for each in found):

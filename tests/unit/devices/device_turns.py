@@ -45,8 +45,9 @@ class Turn:
     needs: dict[int, set[int]]
 
     def needed(self, first: int) -> set[int]:
-        """Return the smallest set with an actor and all actors that its members need: no sequence of other
-        actors' turns has an order that matters with the next turn of a member.
+        """Return the smallest set with an actor and all actors that its members need.
+
+        No sequence of other actors' turns has an order that matters with the next turn of a member.
         """
         found, todo = set[int](), [first]
         while todo:
@@ -195,8 +196,7 @@ class Turns:
         return found
 
     def state(self, able: Sequence[Actor]) -> State:
-        """Return all facts that can matter from here on: places in programs, and each rank's possible
-        races."""
+        """Return all facts that can matter from here on: places in programs, and ranks' possible races."""
         control = tuple((each.state(), each in able) for each in self.actors)
         return control, tuple(each.history() for each in self.actors)
 

@@ -310,8 +310,7 @@ class Simulator(Machine):
     # -- running ----------------------------------------------------------------------------------
 
     def _partners(self, task: Task) -> list[Task | None]:
-        """Return the calls that run together with one, in the order of their ranks; None for missing
-        calls."""
+        """Return the calls that run together with one, in rank order; None for missing calls."""
         identity, *ends, number = task.turn
         if task.name not in ("Send", "Recv"):
             return [self._posted.get((identity, rank, number)) for rank in range(task.comm.size)]

@@ -759,8 +759,7 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
 
 
 def test_messages_with_any_of_the_peers_that_are_connected_stay_off_the_background(job: Job) -> None:
-    """The calls resemble all_to_all_v of a changing routing: most counts are zero, in other places each
-    time."""
+    """As in all_to_all_v of a changing routing, most counts are zero, in other places each time."""
     channels, random = job.open(), np.random.default_rng(0)
     job.simulator.slow = 1
     signed = signature("all_to_all_v")

@@ -320,8 +320,7 @@ class Model:
         return moved if status >= (STARTED if ordered else DONE) else None
 
     def _driven(self, state: State, rank: int) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
-        """Return the deferred operations that a rank starts, and the H operations that it polls, at its
-        step."""
+        """Return the deferred operations that a rank starts, and the H operations that it polls."""
         here, script = state[rank], self.program.scripts[rank]
         if self.autonomous:
             return _everything, _everything
@@ -381,8 +380,7 @@ class Model:
         return head == number and all(here.status[op] == DONE for op in self.program.on_stream[rank][number])
 
     def _commutes(self, state: State, rank: int) -> bool:
-        """Return whether a rank's next step is an issue with an effect that no other transition can
-        change."""
+        """Return whether a rank's next step is an issue that no other transition can affect."""
         here, script = state[rank], self.program.scripts[rank]
         if self.program.checked or here.pc == len(script) or script[here.pc].verb != "issue":
             return False
@@ -543,8 +541,7 @@ def _canonical(groups: Mapping[str, tuple[int, ...]], used: Sequence[str]) -> bo
 
 
 def orders(ops: Sequence[Op], mine: Sequence[int], *, one_order: bool) -> list[tuple[int, ...]]:
-    """Return a rank's possible orders of issue: `after` points back; a group keeps its order if
-    `one_order`."""
+    """Return a rank's orders of issue: `after` points back; a group keeps its order if `one_order`."""
 
     def allowed(order: tuple[int, ...]) -> bool:
         place = {number: index for index, number in enumerate(order)}

@@ -28,7 +28,7 @@ def check(text: str, *, in_place: bool, seeds: int, slots: int = 2) -> None:
 
 
 class _Memory:
-    """Buffers of one rank for one tile; what a call does not give holds garbage."""
+    """Buffers of one rank for one tile; buffers that a call does not give hold garbage."""
 
     def __init__(self, kind: str, rank: int, ranks: int, chunks: int, root: int, scratch: int, place: bool):
         part = chunks // ranks
@@ -121,7 +121,7 @@ class _Job:
         return True
 
     def compute(self, memory: _Memory, step: dict[str, str], data: Any) -> Any:
-        """Do a step on memory; returns what it may send."""
+        """Do a step on memory; return the data that it may send."""
         kind, count = step["type"], int(step["cnt"])
         source = slice(int(step["srcoff"]), int(step["srcoff"]) + count)
         target = slice(int(step["dstoff"]), int(step["dstoff"]) + count)

@@ -1,4 +1,4 @@
-"""The verifier: its proofs, its refusals with their texts, and mutants, all of which it refuses."""
+"""The verifier: its proofs, its refusals with their texts, and mutants, which it must all refuse."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mcr_plus.msccl.verifier import Report, verify, verify_all
 from mcr_plus.msccl.well_formed import structure_problems
 from mcr_plus.msccl.writer import algorithm_text
 
-# Files as they are found: attributes left out, a comment first, and references of steps that describe the
-# peer's buffer only. Offsets of -1 belong to nops.
+# Files in the wild: attributes left out, a comment first, and references of steps that describe the peer's
+# buffer only. Offsets of -1 belong to nops.
 
 RING = """\
 <!-- a ring of three, in place -->
@@ -114,7 +114,7 @@ def tb(send: int, receive: int, *steps: AlgorithmStep, channel: int = 0) -> Thre
 def made(
     collective: str, chunks: int, *ranks: tuple[ThreadBlock, ...], scratch: int = 0, channels: int = 2
 ) -> Algorithm:
-    """An algorithm of as many ranks as are given, whose buffers are as large as any may be."""
+    """Return an algorithm of the given ranks with buffers of the largest permitted size."""
     programs = tuple(RankProgram(chunks, chunks, scratch, blocks) for blocks in ranks)
     return Algorithm("it", collective, len(ranks), chunks, channels, programs)
 
@@ -138,7 +138,7 @@ def add(
 
 
 def broadcast(*blocks: ThreadBlock, first: tuple[AlgorithmStep, ...] = ()) -> Algorithm:
-    """Rank 0 sends its chunk once; rank 1 does what is asked."""
+    """Return an algorithm: rank 0 sends its chunk once; rank 1 runs the given steps."""
     copy = AlgorithmStep("cpy", i(0), o(0))
     return made("broadcast", 1, (tb(1, -1, *(first or (send(i(0)),)), copy),), blocks, scratch=2)
 
@@ -247,7 +247,7 @@ def test_a_race_names_both_steps() -> None:
 
     assert verify_all(made("allgather", 2, rank(1, (0, 1)), rank(0, (0, 1)), scratch=1))
     lines = refusal(made("allgather", 2, rank(1, None), rank(0, (0, 1)), scratch=1))
-    # the copy comes first in a run that lets everything go on at once, before anything was written
+    # the copy comes first in a run of all steps at once, before any write
     assert lines[0] == "<it>: gpu[0].tb[1].step[0]: reads s[0], which has never been written"
     assert lines[1] == (
         "<it>: gpu[0].tb[0].step[1]: writes s[0], which gpu[0].tb[1].step[0] reads: "
@@ -395,7 +395,7 @@ def test_algorithms_that_need_gigabytes_are_refused() -> None:
 
 
 def idle(*blocks: tuple[int, AlgorithmStep], scratch: int = 0) -> Algorithm:
-    """Two ranks of which one has thread blocks without peers: so many times a step in each."""
+    """Return two ranks; one has thread blocks without peers, each with this many steps."""
     first = tuple(tb(-1, -1, *[step] * times) for times, step in blocks)
     return made("allreduce", 4096, first, (), scratch=scratch)
 
@@ -557,7 +557,7 @@ def test_mutants_are_refused_or_harmless(name: str) -> None:
 
 @pytest.mark.long
 def test_counts_of_refused_and_harmless_mutants() -> None:
-    """Harmless are dependencies that other waiting implies, and what is overwritten or aliased."""
+    """Dependencies that other waits imply are harmless, and so are overwritten or aliased chunks."""
     total = sum((fates(name) for name in SPOILT), Counter())
     kinds = sorted({kind for kind, _ in total})
     table = {kind: tuple(total[kind, fate] for fate in ("reader", "verifier", "harmless")) for kind in kinds}

@@ -254,8 +254,7 @@ def _share_connections(  # type: ignore[no-untyped-def]
 
 @compiled
 def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untyped-def] # noqa: C901
-    # Not split into functions: numba counts references to array arguments, and the parts share about forty
-    # arrays.
+    # One function: numba counts references to array arguments, and its parts share about forty arrays.
     ranks, slots = queue_of.shape
     count = len(queues.begins) - 1
     links = len(shares.of_link) - 1

@@ -1,4 +1,4 @@
-"""DDP whose ranks do not do the same: the backward pass raises, and the process lives."""
+"""DDP with ranks that differ: the backward pass raises, and the process lives."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MICRO_BATCHES: Final = 4
 
 
 def block(number: int) -> nn.Module:
-    """The model is as many of these as there are stages."""
+    """Return a stage of the model."""
     torch.manual_seed(number)
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 

@@ -108,7 +108,7 @@ def launch(program: str, backend: str, names: list[str], ranks: int) -> tuple[Re
         ended = run_ranks(
             "clients.job:run", ranks, args=args, via="torch", env=settings, timeout=600, check=False
         )
-        # One stream may end in the middle of a line, as nanobind's reports at exit do.
+        # A stream may end in the middle of a line, like nanobind's reports at exit.
         printed = "\n".join(text for result in ended for text in (result.stdout, result.stderr))
     said = [json.loads(line) for line in printed.splitlines() if line.startswith('{"client"')]
     return {(one["client"], one["rank"]): one for one in said}, printed[-6000:]

@@ -173,7 +173,7 @@ SIZES = [1 << 16, 1 << 20, 1 << 24]
 def test_break_even_by_the_lines() -> None:
     raw = bench_break_even.fitted({size: 1e-3 + size / 1e8 for size in SIZES}, 1e-3)
     assert (raw.latency, raw.per_byte) == pytest.approx((1e-3, 1e-8))
-    # 2 ms more, and saves 3/4 of 10 ns a byte, but for 2.5 ns of computing
+    # adds 2 ms, and saves 3/4 of 10 ns per byte, less 2.5 ns of computing
     encoded = bench_break_even.predicted(raw, rate=4, codec_per_byte=2.5e-9, latency=3e-3)
     size = bench_break_even.crossing(raw, encoded)
     assert size == pytest.approx(2e-3 / 5e-9)

@@ -84,7 +84,7 @@ class Done:
 
 @dataclass
 class ThreadComms:
-    """A `Transport` between threads; `fault` is added to whatever it reduces."""
+    """A `Transport` between threads; `fault` is added to every result of a reduction."""
 
     rank: int
     board: Board

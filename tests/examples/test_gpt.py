@@ -137,7 +137,7 @@ def test_no_byte_depends_on_later_ones() -> None:
 
 
 def test_attention_is_that_of_torch() -> None:
-    """One layer against torch's own encoder layer with the same weights."""
+    """A layer is compared with torch's own encoder layer with the same weights."""
     model = LanguageModel(SHAPE, 1).double()
     block: Any = model.blocks[0]
     theirs = nn.TransformerEncoderLayer(
@@ -186,7 +186,7 @@ def gradients(model: LanguageModel) -> dict[str, Any]:
 
 
 def on_this_rank() -> list[dict[str, Any]]:
-    """Runs on ranks: over ours, then over torch.distributed."""
+    """Run on ranks: over ours, then over torch.distributed."""
     torch.set_num_threads(1)
     found = []
     for opened in (lambda: parallel.McrTransport(backends=["gloo"]), parallel.TorchTransport):

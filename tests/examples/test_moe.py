@@ -92,7 +92,7 @@ def test_balance_is_the_formula() -> None:
 
 
 class Alone:
-    """A transport of one rank, which does without a library."""
+    """A transport of one rank, without a library."""
 
     rank, world_size, expert = 0, 1, None
 
@@ -207,7 +207,7 @@ def train_small(comms: parallel.Transport, variant: str, windows: list[int]) -> 
 
 
 def on_this_rank() -> dict[str, dict[str, Any]]:
-    """Runs on ranks: every variant over ours, then over torch.distributed."""
+    """Run on ranks: every variant over ours, then over torch.distributed."""
     torch.set_num_threads(1)
     found = {}
     for name, opened in (

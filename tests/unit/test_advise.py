@@ -96,7 +96,7 @@ def test_no_partition_and_no_library_is_better(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [*range(6), 336])
 def test_plans_of_polled_libraries_are_not_called_the_best(seed: int) -> None:
-    """Their operations begin when the program polls, which the search does not know of."""
+    """Such operations begin when the program polls; the search does not know these times."""
     gradients = random_gradients(seed)
     step = step_of(gradients, forward=0.002)
     assert step.by_caller

@@ -120,7 +120,7 @@ timed = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, m
 @given(timed, st.data())
 @settings(max_examples=examples(150))
 def test_no_partition_is_done_earlier(spec: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Against brute force, for any cost whatever, monotone or not."""
+    """Plans equal brute force's for any cost, monotone or not."""
     ready = sorted(at for _, at in spec)
     entries = [
         BucketEntry(i, nbytes, None, at) for i, ((nbytes, _), at) in enumerate(zip(spec, ready, strict=True))

@@ -1,4 +1,4 @@
-"""Tensors that the library makes for itself name their device, whatever a program has made the default one.
+"""Tensors of the library itself name their device, so the program's default device does not matter.
 
 `torch.set_default_device("cuda")`, or `with torch.device("cuda")` around a call, would move them otherwise.
 """

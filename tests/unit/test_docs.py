@@ -129,7 +129,7 @@ def test_the_index_names_every_page() -> None:
 
 def test_every_folder_of_the_package_has_its_place_and_tests() -> None:
     page = (ROOT / "docs" / "where.md").read_text()
-    # A folder of an older tree may be left, with compiled files alone.
+    # A folder of an older tree may remain with compiled files alone.
     folders = {path.parent.name for path in (ROOT / "mcr_plus").glob("*/*.py")}
     named = [
         cell

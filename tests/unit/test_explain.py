@@ -239,7 +239,7 @@ def test_between_and_beyond_measured_sizes(table: Path) -> None:
     assert beyond["alternatives"]["gloo"]["extrapolated"] is True
     below = mcr.explain("all_reduce", 4, config=path)
     assert (below["expected_us"], below["alternatives"]["mpi"]["extrapolated"]) == (1.0, True)
-    # 20 µs at 64 KiB is of another rule of the same key: one curve
+    # 20 µs at 64 KiB come from another rule of the same key: one curve
     assert mcr.explain("all_reduce", 64 * K, config=path)["alternatives"]["mpi"]["expected_us"] == 20.0
 
 

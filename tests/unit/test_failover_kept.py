@@ -98,7 +98,7 @@ def test_copies_are_kept_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     for number, tensor in enumerate(tensors):
         completed(kept, "all_reduce", tensor, tensor, number)
         tensor.add_(1)  # the program continues
-    # Of the last one the tensor is kept alive twice, as input and output, and its copy.
+    # The last operation keeps its tensor alive twice, as input and output, and a copy.
     assert what_is_left(kept) == [(False, False)] * 7 + [(True, False)]
     again = [*kept][-1].again([*kept][-1].binding.signature)
     assert again.inputs[0] is again.outputs[0]

@@ -142,7 +142,7 @@ def test_imports_point_downwards() -> None:
 
 
 def test_no_stage_imports_another() -> None:
-    """Except for the options of a codec, which are options of `hierarchical` too: decision 24."""
+    """The one exception: options of a codec, which are options of `hierarchical` too (decision 24)."""
     between = [
         f"{each.file}:{each.line}: {each.module}"
         for each in imports()

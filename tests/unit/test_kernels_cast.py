@@ -89,7 +89,7 @@ def off_in_sigmas(values: torch.Tensor, mean: Any, dtype: torch.dtype) -> Any:
     neighbour = f64((bits + torch.from_numpy(outward)).view(dtype))
     gap = np.abs(neighbour - near)
     share = np.abs(true - near) / gap
-    # 1 / DRAWS: of an event that hardly happens once, the normal distribution's sigma says little.
+    # 1 / DRAWS: the normal distribution's sigma says little about an event that hardly happens once.
     return np.abs(mean - true) / (gap * np.sqrt(share * (1 - share) / DRAWS + 1 / DRAWS**2))
 
 

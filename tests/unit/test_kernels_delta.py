@@ -37,7 +37,7 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 def pair(
     numel: int, dtype: torch.dtype, density: float, seed: int = 0, steps: int = 40
 ) -> list[torch.Tensor]:
-    """Random bits, NaN payloads among them, and the same with a share of them moved by some steps."""
+    """Return random bits, including NaN payloads, and a copy with some values moved by some steps."""
     draw = np.random.default_rng(seed)
     width = dtype.itemsize
     bits = torch.empty(numel, dtype=BITS[width])

@@ -1,4 +1,4 @@
-"""The kernels of topk agree bit for bit, whatever the sample that the CPU's begin with says."""
+"""The kernels of topk agree bit for bit, whatever the CPU kernels' first sample shows."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Job:
         return Issue(start)
 
     def make(self, calls: int, *, waits: bool = True, after: Work | None = None) -> str:
-        """Make calls; returns which way they went."""
+        """Make calls; return the way that each took."""
         self.calls = ""
         for call in range(calls):
             message = Message(PLAIN) if after is None else Message(PLAIN, after=after)

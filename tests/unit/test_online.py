@@ -599,7 +599,7 @@ SLOW_TABLE = "version: 1\nrules:\n  - {kind: all_reduce, bytes: 0.., backend: sl
 
 
 def quick_and_slow() -> None:
-    """Libraries that take so long by the clock of the trial, whatever else runs here."""
+    """Libraries that take a given time by the trial's clock, on a busy machine, too."""
     skipped = 0.0
 
     def skip() -> None:
@@ -824,7 +824,7 @@ def test_persistent_operations_are_tuned_or_keep_the_final_choice(tmp_path: Path
     for value in (first, second):
         assert not value["early"]  # the slow library was in charge, which has no persistent operations
         assert value["late"]
-    # A job that has done its work does not fail because this cannot be kept.
+    # A finished job does not fail if the table cannot be written.
     assert "the results of online refinement are lost: " in results[0].stderr
     assert "goes-away/table.yaml: cannot write" in results[0].stderr
 

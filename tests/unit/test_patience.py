@@ -75,7 +75,7 @@ def test_ranks_that_set_up_say_who_is_awaited(backend: str, call: str) -> None:
 
 
 def setting_up(backend: str, call: str) -> list[str]:
-    """Runs on ranks: rank 1 comes late to `new_group` or `sync`."""
+    """Run on ranks: rank 1 comes late to `new_group` or `sync`."""
     comm = mcr.init(backends=[backend])
     said: list[str] = []
     handler = logging.Handler()

@@ -269,7 +269,7 @@ def test_the_start_depends_on_seed_key_and_shape() -> None:
 
 
 def test_the_state_does_not_live_in_the_buffers() -> None:
-    """They belong to the caller, who may use them for anything between calls."""
+    """Buffers belong to the caller, who may overwrite them between calls."""
     (codec,), values = world(1), drawn(600, 1)
     wires = [torch.zeros(each.numel) for each in codec.rounds([(30, 20)], 1)]
     list(codec.exchange(values, [(30, 20)], wires, 1, None))

@@ -1,4 +1,4 @@
-"""Recording: what was recorded, its sums, and the trace, from real ranks."""
+"""Recording on real ranks: the records, their sums, and the trace."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def cluster(nodes: int = 64, **more: Any) -> Topology:
 
 
 def measured(kind: str, library: str, rounds: float, part: float, ranks: int = 2) -> Measured:
-    """Times of so many rounds, each with a part of the bytes."""
+    """Return the times of some rounds, each with a part of the bytes."""
     sizes = [2**power for power in range(3, 28)]
     points = {size: 1e6 * rounds * (LATENCY + part * size / RATE) for size in sizes}
     return Measured(kind, library, placed(ranks, ranks, 1), TimeCurve.through(points))

@@ -386,7 +386,8 @@ class Traffic:
         """Check that there is a valid order of events.
 
         In it each message goes to the first receive that fits it, and each receive takes the first message of
-        its source that fits it."""
+        its source that fits it.
+        """
         order: TopologicalSorter[Posted] = TopologicalSorter()
         for one in posted:
             for other in posted:

@@ -29,7 +29,7 @@ class DamagedError(Exception):
 
 
 class Rank:
-    """A rank's messages, which move only when it is asked to."""
+    """A rank's messages, which move only on request."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment

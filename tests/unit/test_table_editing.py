@@ -53,7 +53,7 @@ def every_query(
 
 
 QUERIES = tuple(every_query())
-# "*" means more than the kinds that have rules, and no rule knows that one rank is on one host
+# "*" covers kinds without rules, and no rule knows that one rank is on one host
 KINDS = ("all_reduce", "all_gather", "all_gather_v", "broadcast")
 ALL_QUERIES = tuple(every_query(KINDS, tuple(product((1, 2, 3, 4, 5), (1, 2)))))
 

@@ -157,7 +157,7 @@ WIDE = replace(REQUEST, largest=64 << 20)
 def with_budget(
     budget: float, takes: Callable[[Task], float], monkeypatch: pytest.MonkeyPatch, samples: list[Sample]
 ) -> tuple[Pace, float]:
-    """A run of WIDE on a clock of its own, which adds to `samples`; its pace, and its seconds in all."""
+    """Run WIDE on a clock of its own; add to `samples`, and return the pace and the total seconds."""
     now = 0.0
     monkeypatch.setattr("mcr_plus.tuning.pace.time.monotonic", lambda: now)
     pace = Pace(WIDE, 0.1, budget)
@@ -735,7 +735,7 @@ class WrongBackend(GlooBackend):
 
 
 def measured(backends: list[str], kinds: list[str]) -> dict[str, Any]:
-    """Runs on ranks: times every kind, sync, async and overlapped; returns timed and excluded candidates."""
+    """Time every kind on ranks, sync, async and overlapped; return timed and excluded candidates."""
     registry.register("backends", "wrong", WrongBackend)
     comm = mcr.init(
         {"version": 1, "backends": backends, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
@@ -1172,7 +1172,7 @@ def test_measurements_of_another_machine_are_refused_in_one_line(tmp_path: Path)
 
 
 def cores_of_threads() -> tuple[list[int], list[list[int]]]:
-    """Runs on ranks: the cores of the thread that measures, and those of all others, while it is bound."""
+    """Run on ranks; return the cores of the bound measuring thread, and the cores of all other threads."""
     job = TuningJob("bench", ("barrier",), 8, 8, backends=("gloo",))
     with mcr.init(backends=["gloo"]) as comm:
         _meter(comm, job, Effort())

@@ -308,7 +308,7 @@ def configuration(timeout: str = "60s") -> dict[str, Any]:
 
 
 def many(backends: list[str], calls: int) -> dict[str, Any]:
-    """Runs on ranks: operations in quick succession, everybody asleep in between."""
+    """Run on ranks: operations in quick succession; all ranks sleep in between."""
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     with mcr.init(configuration(), backends=backends) as comm:
         rank, size = comm.rank, comm.size
@@ -353,7 +353,7 @@ def test_looks_at_a_library_with_threads_become_rare_in_a_long_wait(monkeypatch:
 
 
 def naps(wait: str) -> list[int]:
-    """Runs on ranks: small operations for two seconds; how many, and how often the process slept.
+    """Run small operations on ranks for two seconds; return their number and the number of sleeps.
 
     For longer where it has slept rarely, but with `spin`: where much else runs, few operations are done.
     """
@@ -517,8 +517,7 @@ def test_a_handler_of_a_signal_may_end_relays() -> None:
 def test_relays_are_rare_while_another_thread_has_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, bells: list[Wakeups], seconds: float
 ) -> None:
-    """Each relay would take as long as the thread keeps the interpreter; here only relays and calls take
-    time."""
+    """Each relay would wait until the thread frees the interpreter; only relays and calls take time."""
     now, relays = 100.0, 0
     monkeypatch.setattr("mcr_plus.waiting.policy.time", mock.Mock(monotonic=lambda: now))
     found = waiting("sleep", bells=bells[0])
@@ -543,7 +542,7 @@ def test_relays_are_rare_while_another_thread_has_the_interpreter(
 
 
 def _interrupted_relays() -> list[Any]:
-    """Runs on ranks: a handler of a signal raises during a relay, after the operation."""
+    """Run on ranks: a handler of a signal raises during a relay, after the operation."""
     mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"wait": "sleep"}}]})
     value, runtime = torch.arange(3.0) + mcr.get_rank(), job.runtime
     assert runtime is not None

@@ -53,7 +53,7 @@ def test_other_values_are_no_whole_numbers(value: object) -> None:
     assert whole_number(value) is None
 
 
-# Functions of one number; 0 or 1 fits each.
+# Functions of a single number; 0 or 1 fits each.
 TAKING_0: Final[dict[str, Callable[[Any], Any]]] = {
     "broadcast": lambda n: do.broadcast(torch.ones(2), n),
     "reduce": lambda n: do.reduce(torch.ones(2), n),

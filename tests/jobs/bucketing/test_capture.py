@@ -23,7 +23,7 @@ SLOWER = 0.005  # seconds that the last layer of rank 1 sleeps longer in backwar
 
 
 class Asleep(torch.autograd.Function):
-    """The identity, which sleeps in its backward pass."""
+    """An identity that sleeps in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -63,7 +63,7 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def captured(hold: bool) -> dict[str, Any]:
-    """Runs on ranks: a wrapped model of three layers, and operations of the program itself."""
+    """Run on ranks: a wrapped model of three layers, and operations of the program itself."""
     torch.set_num_threads(1)
     with mcr.init(CONFIG) as comm:
         torch.manual_seed(1)

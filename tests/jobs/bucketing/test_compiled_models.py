@@ -75,7 +75,7 @@ def model_of(kind: str) -> Model:
 
 
 def ready_in(model: nn.Module) -> list[str]:
-    """A list to which the names of parameters are added as their gradients become ready."""
+    """Return a list that collects the names of parameters as their gradients become ready."""
     seen: list[str] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -225,7 +225,7 @@ def test_invalid_arguments_of_compile_are_refused() -> None:
 
 
 def trained(plan: str, cuts: str, wrap_first: bool, steps: int) -> dict[str, Any]:
-    """Runs on ranks: the report, and how far gradients are from the mean over ranks of an eager twin."""
+    """Run on ranks: the report, and how far gradients are from the mean over ranks of an eager twin."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [
         {"fuse": {"plan": plan, "bucket": "2KiB"}},
@@ -331,7 +331,7 @@ class Slow:
 
 
 def chosen(slow: str, plan: str) -> tuple[dict[str, Any], list[list[str]], tuple[str, ...]]:
-    """Runs on ranks: the report of a trial, the buckets, and the cuts after it."""
+    """Run on ranks; return the report of a trial, the buckets, and the cuts after it."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [{"fuse": {"plan": plan}}, {"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}) as comm:
@@ -385,7 +385,7 @@ class Branching(nn.Module):
 
 
 def branched(when: str, plan: str) -> tuple[float, list[str], list[str]]:
-    """Runs on ranks: a trial of cuts of a model with a layer that the first rank does not use meanwhile.
+    """Run on ranks: a trial of cuts of a model with a layer that the first rank does not use meanwhile.
 
     Returns how far gradients are from their mean over ranks in any pass, the names of the parameters in
     buckets after the trial, and of all.

@@ -42,7 +42,7 @@ def stages(plan: str) -> list[dict[str, Any]]:
 
 
 def trained_by(file: str, width: int = 5) -> list[Any]:
-    """Runs on ranks: the buckets, the report, the libraries in use, and the largest error of gradients."""
+    """Run on ranks: the buckets, the report, the libraries in use, and the largest error of gradients."""
     torch.set_num_threads(1)
     with mcr.init({"version": 1, "pipeline": stages(file)}) as comm:
         model = network(width)
@@ -84,7 +84,7 @@ def test_buckets_of_a_file_are_used_from_the_first_pass_on(tmp_path: Path) -> No
 
 
 def mixed(file: str) -> list[Any]:
-    """Runs on ranks: the buckets, the report, and gradients as sums of both ranks' inputs.
+    """Run on ranks; return the buckets, the report, and gradients as sums of both ranks' inputs.
 
     The second layer has another dtype, the third one is used by rank 1 alone, the fourth by no rank.
     """
@@ -216,7 +216,7 @@ class Swapping(nn.Module):
 
 
 def reordered(plan: str) -> float:
-    """Runs on ranks: gradients come in another order in the last passes; how far they are from the means."""
+    """Run on ranks: gradients come in another order in the last passes; return their errors."""
 
     def apart(_: AutoPlan, captured: Captured, __: Any) -> FoundPlan:
         return FoundPlan([(at, at + 1, 0) for at in range(len(captured.order))], 1.0, 0.5, True)
@@ -305,7 +305,7 @@ def test_files_that_are_no_plan_are_refused_with_their_place(tmp_path: Path) -> 
 
 
 def resumed(late: bool) -> list[Any]:
-    """Runs on ranks: a trial, and then a job that has loaded its state, before or after wrapping.
+    """Run on ranks: a trial, and then a job that has loaded its state, before or after wrapping.
 
     Returns both reports, and whether the second job went on with a trial; then the same for another model.
     """

@@ -91,7 +91,7 @@ def test_codecs_are_weighed_by_the_operations_that_move_their_payloads() -> None
 
 
 def weighed(table: str) -> list[list[float]]:
-    """Runs on ranks: seconds of 1 MiB by `all_reduce_costs` and by the pipeline's steps, for each codec."""
+    """Run on ranks: seconds of 1 MiB by `all_reduce_costs` and by the pipeline's steps, for each codec."""
     found = []
     for codec in ("none", "bf16", "int8_block"):
         stages: list[Any] = [{"fuse": {"plan": "exact"}}, {"compress": {"codec": codec}}, {"dispatch": {}}]
@@ -119,7 +119,7 @@ def test_a_codec_of_the_pipeline_is_weighed_once(tmp_path: Path) -> None:
 
 
 def trained(table: str) -> dict[str, Any]:
-    """Runs on ranks: buckets by pass, and how far gradients are from the mean over ranks."""
+    """Run on ranks; return buckets by pass, and how far gradients are from the mean over ranks."""
     torch.set_num_threads(1)
     stages = [{"fuse": {"plan": "exact"}}, {"select": {"table": table}}, {"dispatch": {"timeout": "30s"}}]
     buckets, worst = [], 0.0
@@ -173,7 +173,7 @@ def test_the_times_of_a_table_determine_buckets(tmp_path: Path) -> None:
 
 
 def without_figures() -> str:
-    """Runs on ranks: a pipeline without measured costs."""
+    """Run on ranks: a pipeline without measured costs."""
     stages: list[dict[str, Any]] = [{"fuse": {"plan": "exact"}}, {"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}):
         model = nn.Linear(3, 3)
@@ -191,7 +191,7 @@ def test_an_exact_plan_needs_a_table_with_times() -> None:
 
 
 def given(plan: str, rules: list[dict[str, Any]], compressed: bool) -> list[Any]:
-    """Runs on ranks: the error of a plan's file, or the codecs of gradients and of the end of the pass."""
+    """Run on ranks: the error of a plan's file, or the codecs of gradients and of the end of the pass."""
     compress: list[dict[str, Any]] = [{"compress": {}}] if compressed else []
     stages: list[dict[str, Any]] = [{"fuse": {"plan": plan}}, *compress, {"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages, "rules": rules}):
@@ -231,7 +231,7 @@ def test_codecs_of_a_plan_from_a_file(
 
 
 def refused(fuse: dict[str, Any]) -> str:
-    """Runs on ranks: the error of `mcr.wrap`, or of `mcr.init`."""
+    """Run on ranks; return the error of `mcr.wrap`, or of `mcr.init`."""
     compress: list[dict[str, Any]] = [{"compress": {}}] if fuse.pop("compressed", True) else []
     stages: list[dict[str, Any]] = [{"fuse": fuse}, *compress, {"select": {}}, {"dispatch": {}}]
     try:
@@ -360,7 +360,7 @@ def test_auto_plan_keeps_the_plan_with_faster_measured_steps(
 
 
 def hierarchically() -> dict[str, Any]:
-    """Runs on four ranks, as if on two nodes: the searched plan leaves its buckets to the pipeline."""
+    """Run on four ranks, as if on two nodes: the searched plan leaves its buckets to the pipeline."""
     torch.set_num_threads(1)
     nodes = {"nodes": [[0, 1], [2, 3]], "min": 0, "kinds": ["all_reduce"]}
     stages: list[dict[str, Any]] = [
@@ -402,7 +402,7 @@ def test_a_plan_may_leave_buckets_to_a_hierarchical_pipeline() -> None:
 
 
 def searched_for() -> dict[str, Any] | None:
-    """Runs on ranks: a whole trial of whatever the search finds; returns the report."""
+    """Run on ranks: a whole trial of the plans that the search finds; return the report."""
     torch.set_num_threads(1)
     with mcr.init({"version": 1, "pipeline": [{"fuse": {"plan": "auto"}}, {"select": {}}, {"dispatch": {}}]}):
         model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -490,7 +490,7 @@ def test_the_probe_keeps_to_its_time_on_every_link(
 
 
 def left_alone() -> list[Any]:
-    """Runs on ranks: gradients that `plan: auto` is not for, and models that it has nothing to plan in."""
+    """Run on ranks: gradients that `plan: auto` excludes, and models without anything to plan."""
     found = []
     for codec, dtypes in (("topk", "ff"), (None, "fd"), (None, "")):
         compress: list[dict[str, Any]] = (

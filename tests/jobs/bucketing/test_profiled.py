@@ -1,4 +1,4 @@
-"""Steps from traces of torch's profiler over gloo, compared with what the profiled program did."""
+"""Steps from traces of torch's profiler over gloo, compared with the profiled program."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Slow(nn.Module):
 
 
 def profiled(folder: str, with_steps: bool) -> None:
-    """Runs on ranks: four steps of DDP and operations of their own, under the profiler; rank 1 is late."""
+    """Run on ranks: four steps of DDP and operations of their own, under the profiler; rank 1 is late."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()

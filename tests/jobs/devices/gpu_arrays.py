@@ -102,7 +102,7 @@ class CupyLibrary:
 
 
 class CupyArray:
-    """An array of CuPy, which states its stream, or has DLPack alone."""
+    """Return an array of CuPy that states its stream, or has DLPack alone."""
 
     def __init__(self, library: CupyLibrary, array: Any) -> None:
         self.library, self.array = library, array

@@ -111,7 +111,7 @@ def with_host(backends: Sequence[str]) -> list[str]:
 
 
 def _sampled(cases: Iterator[Case], every: int, rank_sizes: dict[str, int]) -> Iterator[Case]:
-    """Every so many cases that the library has."""
+    """Return every n-th of the library's cases."""
     yield from islice((case for case in cases if _possible(case, rank_sizes[case.group])), 0, None, every)
 
 
@@ -287,7 +287,7 @@ def _late_input(comm: mcr.Communicator, backend: str, turn: int, failures: Failu
 
 
 def _in_flight(comm: mcr.Communicator, backend: str, side: Any, failures: Failures) -> None:
-    """Several operations from two streams, waited for on the other one, without handles for their memory."""
+    """Issue operations from two streams, each waited for on the other, without handles for their memory."""
     flying, here = [], late_streams.current()
     for turn in range(8):
         with late_streams.under(side if turn % 2 else here):

@@ -1,7 +1,7 @@
 """torch's simulated accelerator, `torch_openreg`, with copies that run on streams.
 
 Its streams are threads, and its memory is protected from the host, so that code that reads it through a
-pointer ends the process. But its kernels run at once, whatever is enqueued on the current stream. After
+pointer ends the process. But its kernels run at once, even if the current stream has pending work. After
 `simulate`, copies that need not be waited for run on the current stream, and all other kernels first wait for
 that stream, so values that are read too early are wrong, as on a real device.
 """

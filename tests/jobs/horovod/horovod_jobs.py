@@ -193,7 +193,7 @@ def any_order() -> None:
             same(hvd.synchronize(handles[number]), np.sum(everyones(number % 7, salt=number), axis=0))
         for number, handle in gathers.items():
             same(hvd.synchronize(handle), np.concatenate(everyones(2, salt=number)))
-    # A request that fills more than a row.
+    # A request longer than a row.
     name = "long " * 1000 + "name"
     same(hvd.allreduce(mine(3), name=name, op=hvd.Sum), np.sum(everyones(3), axis=0))
     handle = hvd.allreduce_async(mine(3), name="polled", op=hvd.Sum)
@@ -230,7 +230,7 @@ def disagreements() -> None:
         with pytest.raises(hvd.HorovodInternalError, match=text):
             call()
         same(hvd.allreduce(mine(4, salt=number), op=hvd.Sum), np.sum(everyones(4, salt=number), axis=0))
-    # A mistake of one rank is told to the others, who would wait for it.
+    # The other ranks learn of a rank's mistake, or they would wait for it.
     with pytest.raises(ValueError if first else hvd.HorovodInternalError, match="splits: "):
         hvd.alltoall(torch.ones(hvd.size()), [9] * hvd.size() if first else None)
     handle = hvd.allreduce_async(torch.ones(2), name="twice")
@@ -615,7 +615,7 @@ def fused(_: str) -> list[str]:
 
 
 def feedback(_: str) -> list[str]:
-    """A codec with error feedback: each tensor has its own, whatever else is ready with it."""
+    """Test a codec with error feedback: each tensor has its own residual, in any bucket."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     way = hvd.Compression.codec("topk", ratio=0.2, error_feedback=True)

@@ -42,7 +42,7 @@ def batch(rank: int, step: int) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 
 def expected() -> tuple[list[list[float]], NDArray[np.float64]]:
-    """The losses of each rank, and the weights, of a linear layer that one process trains on all batches."""
+    """Return each rank's losses, and the weights of a linear layer that one process trains on all data."""
     weight = np.zeros((OUTPUTS, INPUTS))
     losses: list[list[float]] = [[] for _ in range(WORKERS)]
     for step in range(STEPS):

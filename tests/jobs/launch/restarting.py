@@ -25,7 +25,7 @@ def _began() -> float:
 
 def _up() -> None:
     print(f"start {RANK}.{STARTED_AGAIN} at={_began()}\n", end="", flush=True)
-    # Last, as tests kill ranks once all are up. One write: lines stay whole.
+    # This comes last, because tests kill ranks once all are up. One write keeps lines whole.
     print(f"up rank={RANK} pid={os.getpid()}\n", end="", flush=True)
 
 

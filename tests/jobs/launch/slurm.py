@@ -109,7 +109,8 @@ class Slurm:
             f"NodeName={node} NodeAddr={address} Port={port} CPUs={_CPUS} State=UNKNOWN"
             for node, address, port in zip(self.nodes, self._addresses, ports, strict=True)
         )
-        # Read though nothing below uses cgroups; a network namespace shows none, so they are not looked for.
+        # Slurm reads this even without cgroups; a network namespace shows none, so Slurm must not look for
+        # them.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         (folder / "slurm.conf").write_text(
             _CONFIGURATION.format(

@@ -25,7 +25,7 @@ LIMIT_S: Final = 60
 
 
 def meet(_: Path) -> dict[str, Any]:
-    """All ranks find each other by `mcr.init`, and sum by each library."""
+    """Find all ranks by `mcr.init`, and sum by each library."""
     place = launch_environment()
     with mcr.init(timeout=LIMIT_S) as comm:
         sums = {}

@@ -103,7 +103,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """Starts `mcr-plus run`; afterwards nothing of it is left, whatever the test found."""
+    """Start `mcr-plus run`, and clean up after it, even if the test fails."""
     started: list[Run] = []
 
     def begin(*words: str) -> Run:
@@ -288,7 +288,7 @@ def test_an_error_before_the_import_of_mcr_plus_is_shown_once(
     run = start("-n", "2", "--via", via, str(program))
     assert run.wait() == 1
     lines = [line for line in run.text().splitlines() if not line.startswith("Abort(")]  # of MPICH itself
-    # A launcher may end one rank before it has said the same as the other.
+    # A launcher may end one rank before it has printed the same error as the other.
     how = r"exited with status (1|130)|ended with an exception"
     assert re.fullmatch(rf"mcr-plus: rank(s 0 and 1| [01]) of 2 failed:( it ({how}):)?", lines[0])
     assert lines[-1].strip() == error
@@ -532,7 +532,7 @@ def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path
     run = start("-n", "2", "--via", via, str(program))
     assert run.wait() == 1
     heads = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
-    # Where rank 0 ends first, the launcher may end rank 1 before its status is known.
+    # If rank 0 ends first, the launcher may end rank 1 before rank 1's status is known.
     heads = [line.replace("it ended with an exception:", "it exited with status 1:") for line in heads]
     expected = [
         "mcr-plus: rank 1 of 2 failed: it exited with status 1:",
@@ -540,7 +540,8 @@ def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path
     ]
     launcher = mpi_flavour()
     if via == "mpi" and launcher is not None and launcher.flavour == "hydra":
-        # It kills the others at rank 1's MPI_Abort, maybe before rank 0 has seen that its peer failed.
+        # The launcher kills the others at rank 1's MPI_Abort, maybe before rank 0 has seen its peer's
+        # failure.
         assert heads in (expected, expected[:1])
     else:
         assert heads == expected
@@ -717,7 +718,8 @@ def test_the_store_of_torch_is_on_loopback(start: Start, tmp_path: Path, via: st
     """A program that knows nothing of us meets by `env://`, and more than once."""
     program = tmp_path / "program.py"
     program.write_text(_TORCH)
-    # Under torchrun's agent all meet in one store of torch's, where gloo finds the keys of its first time.
+    # Under torchrun's agent all attempts share one store of torch, in which gloo finds keys of the first
+    # attempt.
     names = ("gloo", "mcr", "gloo") if via == "mpi" else ("mcr", "gloo")
     run = start("-n", "2", "--via", via, str(program), *names)
     run.wait_until_up(2)
@@ -1002,14 +1004,14 @@ def test_timeout_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add(first: int, second: int) -> dict[str, int]:
-    """Runs on ranks."""
+    """Run on ranks."""
     print("out", first)
     print("err", second, file=sys.stderr)
     return {"sum": first + second}
 
 
 def fail_on_one() -> int:
-    """Runs on ranks."""
+    """Run on ranks."""
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.rank == 1:
@@ -1102,7 +1104,7 @@ def test_a_library_that_only_carries_an_address_ends_well(tmp_path: Path) -> Non
 
 
 def a_file_on_one_rank_only(folder: str) -> list[Any]:
-    """Runs on ranks: each has a folder of its own with the configuration, as on hosts of their own."""
+    """Run on ranks: each has a folder of its own with the configuration, as on hosts of their own."""
     import mcr_plus as mcr
 
     began = time.monotonic()

@@ -18,7 +18,7 @@ from jobs.launch.ray_program import DIES_AT, WORKERS, expected
 from leftovers import lasting
 
 LIMIT_S: Final = 900.0
-# Ray itself may have been started by srun or mpirun, whose variables its workers inherit.
+# srun or mpirun may have started Ray, whose workers inherit their variables.
 INHERITED: Final = {
     "SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
     "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node7",
@@ -117,7 +117,7 @@ def test_nothing_is_left(folder: Path) -> None:
 
 
 def variables(process: Path) -> list[bytes]:
-    """The variables with which a process was started."""
+    """Return the variables with which a process was started."""
     with suppress(OSError):  # it has ended
         return (process / "environ").read_bytes().split(b"\0")
     return []

@@ -65,7 +65,7 @@ def test_tasks_of_a_step_are_ranks(slurm: Slurm, tmp_path: Path, program: str) -
 @pytest.mark.short("pmix")
 @pytest.mark.parametrize("kind", ["pmi2", "pmix"])
 def test_mpi_under_srun(slurm: Slurm, tmp_path: Path, kind: str) -> None:
-    """MPI takes part if srun speaks its interface; Open MPI is left out with the other one."""
+    """MPI takes part if srun speaks its interface; Open MPI is left out with the other interface."""
     launcher = mpi_flavour() if mpi_usable() else None
     if launcher is None:
         pytest.skip("needs mpi4py and an MPI library")
@@ -147,7 +147,7 @@ def texts(files: Sequence[Path]) -> list[str]:
 @pytest.mark.long
 @pytest.mark.skipif(HOSTS is not None, reason=f"hosts: {HOSTS}")
 def test_nodes_are_hosts(tmp_path: Path) -> None:
-    """Two tasks on the first node and one on the second, which has a network of its own."""
+    """Two tasks run on the first node and one on the second, which has a network of its own."""
     with TwoHosts(None) as hosts, Slurm(hosts) as slurm:
         names = hosts.names
         line = ["-N", "2", "-n", "3", "--distribution=block"]

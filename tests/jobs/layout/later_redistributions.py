@@ -31,7 +31,7 @@ def caught(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def shared(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: tensors of different names and dtypes in the same memory."""
+    """Run on two ranks: tensors of different names and dtypes in the same memory."""
     report = Report()
     with job(backend) as comm:
         rank, other = comm.rank, 1 - comm.rank
@@ -79,7 +79,7 @@ def shared(backend: str) -> dict[str, Any]:
 
 
 def latest(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: a rank starts to send before the other one does; dtypes after the first call."""
+    """Run on two ranks: one starts to send before the other; dtypes change after the first call."""
     report = Report()
     with job(backend) as comm:
         rank = comm.rank
@@ -146,7 +146,7 @@ def latest(backend: str) -> dict[str, Any]:
 
 
 def kept(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: the plans and buffers that a group keeps for `redistribute`."""
+    """Run on two ranks; return the plans and buffers that a group keeps for `redistribute`."""
     report = Report()
     do_redistribute: Any = sys.modules["mcr_plus.layout.redistribute"]
     with job(backend) as comm:
@@ -177,7 +177,7 @@ def kept(backend: str) -> dict[str, Any]:
 
 
 def limits(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: the memory of buffers, with sums among the tensors and with several dtypes."""
+    """Run on two ranks; return the memory of buffers, with sums among the tensors and with several dtypes."""
     report = Report()
     with job(backend) as comm:
         rank, ranks = comm.rank, range(comm.size)
@@ -223,7 +223,7 @@ def inputs(known: Model, rank: int) -> dict[str, torch.Tensor | None]:
 
 
 def repeated(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: the same tensors again and again, other ones between, and their memory."""
+    """Run on two ranks: the same tensors again and again, other ones between, and their memory."""
     report = Report()
     with job(backend) as comm:
         rank, ranks = comm.rank, range(comm.size)
@@ -278,7 +278,7 @@ def repeated(backend: str) -> dict[str, Any]:
 
 
 def alone(backend: str) -> dict[str, Any]:
-    """Runs on ranks: mistakes in the arguments of the last rank, or of all."""
+    """Run on ranks: mistakes in the arguments of the last rank, or of all."""
     said: dict[str, Any] = {}
     report = Report()
     with job(backend) as comm:

@@ -257,7 +257,7 @@ def one_pair(report: Report, rank: int, source: Side, target: Side, dtype: torch
 
 
 def calls(backend: str) -> dict[str, Any]:
-    """Runs on ranks: known plans, groups, memory that source and output share, many calls in flight."""
+    """Run on ranks: known plans, groups, memory that source and output share, many calls in flight."""
     report = Report()
     with job(backend) as comm:
         number, rank = comm.size, comm.rank
@@ -381,7 +381,7 @@ def model(number: int) -> Model:
 
 
 def states(backend: str) -> dict[str, Any]:
-    """Runs on ranks: many tensors of several dtypes at once, in one round and in many."""
+    """Run on ranks: many tensors of several dtypes at once, in one round and in many."""
     report = Report()
     buffers = {}
     with job(backend) as comm:
@@ -477,7 +477,7 @@ def one_state(
 
 
 def kept_addends(backend: str) -> dict[str, Any]:
-    """Runs on ranks: from addends to the same ones every rank keeps its own, and no byte moves."""
+    """Run on ranks: from addends to the same addends every rank keeps its own, and no byte moves."""
     report = Report()
     with job(backend) as comm:
         grid = np.arange(comm.size).reshape(2, -1)
@@ -504,7 +504,7 @@ def kept_addends(backend: str) -> dict[str, Any]:
 
 
 def native_collectives(backend: str) -> dict[str, Any]:
-    """Runs on ranks: collectives in groups of several sizes, and between local tensors of other shapes."""
+    """Run on ranks: collectives in groups of several sizes, and between local tensors of other shapes."""
     report = Report()
     chosen = []
     with job(backend) as comm:
@@ -551,7 +551,7 @@ def native_collectives(backend: str) -> dict[str, Any]:
 
 
 def other_groups(backend: str) -> dict[str, Any]:
-    """Runs on 4 ranks: one of them would run a collective in another order, or in groups that are as good."""
+    """Run on 4 ranks: one would run a collective in another order, or in other valid groups."""
     report = Report()
     with job(backend) as comm:
         grid = [[0, 1], [2, 3]]
@@ -575,7 +575,7 @@ def other_groups(backend: str) -> dict[str, Any]:
 
 
 def under_a_codec(backend: str, stages: list[dict[str, Any]], rules: list[dict[str, Any]]) -> float:
-    """Runs on ranks: how far a broadcast's results and source are from the values, where a codec applies."""
+    """Run on ranks; return the errors of a broadcast's results and source under a codec."""
     config = {"version": 1, "backends": [backend], "pipeline": stages, "rules": rules}
     with mcr.init(config) as comm:
         source, target = Layout.replicated((1031,), [0]), Layout.replicated((1031,), comm.ranks)
@@ -603,9 +603,7 @@ def by_messages(name: str, backend: str) -> dict[str, Any]:
 
 
 def codecs(backend: str) -> dict[str, Any]:
-    """Runs on ranks: lossy redistributions leave replicas with the same bits, near the exact values, or are
-    refused on all ranks.
-    """
+    """Run lossy redistributions: replicas get equal bits near the exact values, or all ranks refuse."""
     report = Report()
     refused: list[str] = []
     with job(backend) as comm:
@@ -877,7 +875,7 @@ def bad_calls(number: int) -> list[Bad]:
 
 
 def refusals(backend: str) -> dict[str, Any]:
-    """Runs on ranks: of each bad call the error and its message; after each, a good one."""
+    """Run on ranks: make bad calls, each before a good one; return the errors and their messages."""
     said: dict[str, Any] = {}
     report = Report()
     with job(backend) as comm:

@@ -189,7 +189,7 @@ def test_costs_of_messages_and_bytes_are_those_of_the_table(tmp_path: Path) -> N
 
 
 def few_partners() -> list[Any]:
-    """Runs on ranks: the kinds of the operations that redistributions with few and many partners issue."""
+    """Run on ranks: the kinds of the operations that redistributions with few and many partners issue."""
     found = []
     with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
         last, everyone = comm.size - 1, range(comm.size)
@@ -263,7 +263,7 @@ def test_mistakes_of_one_rank_raise_on_all(ranks: int) -> None:
 
 
 def on_nodes(nodes: list[int]) -> list[Any]:
-    """Runs on ranks, as if these were their nodes: plans from rank 0 to all others, and errors of results."""
+    """Run on ranks, as if these were their nodes: plans from rank 0 to all others, and errors of results."""
     torch.set_num_threads(1)
     size = 1 << 18
     found: list[Any] = []
@@ -306,8 +306,9 @@ def test_plans_on_nodes_are_those_of_the_survey() -> None:
 
 
 def in_waves(nodes: list[int]) -> list[Any]:
-    """Runs on ranks, as if these were their nodes: large tensors and a small one from the first two ranks to
-    the last two, twice; wrong tensors, and the operations of a call.
+    """Run on ranks with these nodes: move tensors from the first two ranks to the last two, twice.
+
+    Large tensors and a small one; returns the wrong tensors, and the operations of a call.
     """
     torch.set_num_threads(1)
     rows, columns = 1031, 1021  # 4 MiB
@@ -360,7 +361,7 @@ def test_a_wave_is_gathered_while_the_next_one_crosses() -> None:
 
 
 def device_types() -> list[str]:
-    """Runs on ranks: the device of operations where rank 1 has no tensors, and rank 0 has some."""
+    """Run on ranks; return the device of operations where rank 1 has no tensors, and rank 0 has some."""
     found = []
     with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
         pair = mcr.Layout.sharded((4,), [0], 0), mcr.Layout.replicated((4,), [0])

@@ -112,7 +112,7 @@ def codecs() -> dict[str, dict[str, Any]]:
 
 
 def by_rule() -> dict[str, list[str]]:
-    """The codecs of fragments, by tag, as a rule for one of them says."""
+    """Return the codecs of fragments by tag, under a rule for one of them."""
     rules = [{"match": {"tag": "outer.1"}, "compress": {"codec": "int8_block"}}]
     found: dict[str, list[str]] = {}
     with begin("gloo", rules) as comm:
@@ -126,7 +126,7 @@ def by_rule() -> dict[str, list[str]]:
 
 
 def between_nodes() -> dict[str, Any]:
-    """On two nodes of two ranks: a rule compresses fragments between nodes alone."""
+    """A rule compresses fragments between nodes alone, on two nodes of two ranks."""
     torch.set_num_threads(1)
     stages = [{"hierarchical": {"nodes": [[0, 1], [2, 3]], "min": "1KiB"}}, {"compress": {}}]
     rule = {"match": {"tag": "outer.*"}, "hierarchical": {"inter": {"compress": {"codec": "int8_block"}}}}

@@ -66,7 +66,8 @@ class Exam:
         self.numel, self.own = numel, self.every[comm.rank]
         self.encodes = isinstance(self.codec, PayloadCodec) and dtype in self.codec.traits.dtypes
         self.seen = [once(case, each) for each in self.every] if self.encodes else self.every
-        # Where all ranks' places and values outweigh the values, an all_reduce of a sparse codec is dense.
+        # If all ranks' places and values are larger than the dense values, a sparse codec's all_reduce is
+        # dense.
         self.dense = False
         if self.codec.traits.sparse and isinstance(self.codec, PayloadCodec):
             self.dense = self.codec.wire_nbytes(numel) * comm.size >= 2 * numel * dtype.itemsize

@@ -91,7 +91,7 @@ def neighbours(values: Sequence[Array], dtype: torch.dtype) -> list[torch.Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table."""
+    """A cell of the table."""
 
     name: str
     backend: str | None
@@ -178,11 +178,11 @@ class Scene:
         return tensors
 
     def target(self, expected: Array, allowed: float | Array = 0.0) -> torch.Tensor:
-        """A tensor of other values, which must be `expected` afterwards."""
+        """Return a tensor of other values that must be `expected` afterwards."""
         return self.targets([expected], allowed)[0]
 
     def targets(self, expected: Sequence[Array], allowed: float | Array = 0.0) -> list[torch.Tensor]:
-        """Tensors of other values, which must be `expected` afterwards."""
+        """Return tensors of other values that must be `expected` afterwards."""
         kept = self.case.dtype
         blank = [inputs(kept, 99, value.shape, 7) for value in expected]
         tensors = self.lay_all(blank) if len(blank) > 1 else [self.lay(blank[0])]
@@ -202,7 +202,7 @@ class Scene:
         """The reduction of all ranks' inputs, and how far the result may be off."""
         op = self.case.op or "SUM"
         value = reduced([self.data(rank, shape, part) for rank in self.ranks], op)
-        # Sums of our inputs are exact; a mean is rounded once, after a division in the type itself or wider.
+        # Sums of the inputs are exact; a mean is rounded once, after a division in the dtype or a wider one.
         factor = 2 * unit_roundoff(self.case.dtype) * 2**0.5 if op == "AVG" else 0.0
         return value, np.abs(value) * factor
 
@@ -331,7 +331,7 @@ def _ring(s: Scene) -> Any:
     tag = 0 if backend == "nccl" else s.case.salt % 1000  # NCCL has none
     sends_first = s.me % 2 == 0
     if not s.case.async_op and len(s.ranks) > 1:
-        # Blocking, so one rank must begin by receiving.
+        # The calls block, so one rank must receive first.
         if s.me == 0:
             mcr.recv(target, left, tag, group=s.comm, backend=backend)
             mcr.send(source, right, tag, group=s.comm, backend=backend)
@@ -406,7 +406,7 @@ def every_type(backends: Iterable[str | None], groups: Sequence[str]) -> Iterato
     for salt, ((name, op, dtype), backend, async_op, group) in enumerate(cells):
         if backend is None and group != "world":
             continue  # the pipeline's choice is one of the others
-        # Twelve shapes and a table of even strides: one more step now and then lets all combinations occur.
+        # With twelve shapes and even strides, an occasional extra step lets all combinations occur.
         if salt % 61 == 0:
             next(shapes)
         yield Case(name, backend, dtype, op, group, next(shapes), async_op, salt)

@@ -89,7 +89,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
                     info = sent.info
                     assert (info.kind, info.codec, info.bytes) == ("send", "delta", out.nbytes), info
                     shares.setdefault(f"send {call}", []).append(info.wire_bytes / out.nbytes)
-        # Sizes that change from call to call, in the uneven form.
+        # Test sizes that change from call to call, in the uneven form.
         for call in range(4):
             sizes = [1000 + 100 * rank + 7 * (call // 2) for rank in range(ranks)]
             parts = [moved(first(torch.float32, size, rank), call, 0.01) for rank, size in enumerate(sizes)]
@@ -101,7 +101,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
             comm.scatter_v(out, parts if comm.rank == 0 else None, 0, compress="delta", tag="v")
             if not same(out, parts[comm.rank]):
                 wrong.append(f"scatter_v call {call}")
-        # Several in flight under one tag.
+        # Several messages are in flight under one tag.
         x = first(torch.bfloat16, 5000, 1)
         versions = [x := moved(x, call, 0.02) for call in range(5)]
         got = [version.clone() if comm.rank == 0 else torch.zeros_like(version) for version in versions]
@@ -110,7 +110,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
             work.wait()
         if not all(same(*pair) for pair in zip(got, versions, strict=True)):
             wrong.append("several in flight")
-        # Also of messages, of two shapes under one tag.
+        # Messages of two shapes share one tag.
         given = [part for version in versions for part in (version, version[:3000].contiguous())]
         taken = [torch.zeros_like(part) for part in given]
         if comm.rank < 2:
@@ -121,7 +121,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
                 work.wait()
             if not all(same(*pair) for pair in zip(given, taken, strict=True)):
                 wrong.append("several messages in flight")
-            # And with messages without the codec between them; the sends of the second round wait one by one.
+            # Messages without the codec lie between them; the second round waits for its sends one by one.
             for blocks in (False, True):
                 given = [moved(part, 7 + blocks, 0.02) for part in given[:4]]
                 taken = [torch.zeros_like(part) for part in given]

@@ -66,7 +66,7 @@ def reduced_cases(dtypes: Dtypes) -> Iterator[tuple[ReduceOp, torch.dtype, int]]
 
 
 def reductions(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
-    """Sums of all, and blocks of them; equal bits on all ranks."""
+    """Check sums and blocks of sums; all ranks have equal bits."""
     for salt, (op, dtype, count) in enumerate(reduced_cases(dtypes)):
         for kind, numel in (("all_reduce", count), ("reduce_scatter", count * comm.size)):
             product = op == "PRODUCT"
@@ -316,7 +316,7 @@ def compressed() -> None:
 
 
 def compressed_by_the_pipeline() -> None:
-    """The compress stage compresses the step between nodes, never those inside."""
+    """The compress stage compresses the step between nodes, never the steps inside."""
     with mcr.init(config(**NODES, compress={"codec": "int8_block"})) as comm:
         values = noise(comm.rank)
         with mcr.record() as log:

@@ -153,7 +153,7 @@ def refusals(comm: mcr.Communicator, failures: Failures, dtype: torch.dtype, **o
 def walk(
     config: dict[str, Any] | None, backends: Sequence[str | None], sizes: Sequence[int], hosts: int = 1
 ) -> dict[str, Any]:
-    """Runs on ranks. `hosts`: on how many the ranks take themselves to be."""
+    """Run on ranks. `hosts`: on how many the ranks take themselves to be."""
     failures = Failures()
     elsewhere = mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank() % hosts}")
     with elsewhere if hosts > 1 else nullcontext():
@@ -197,7 +197,7 @@ def _range(extent: int, size: int, rank: int) -> slice:
 
 
 def mismatches(backend: str, kind: str) -> str:
-    """Runs on two ranks: two dtypes of the same size are not the same."""
+    """Run on two ranks: two dtypes of the same size are not the same."""
     config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
     comm = mcr.init(config)
     dtype = (torch.float8_e4m3fn, torch.float8_e5m2)[comm.rank]
@@ -218,7 +218,7 @@ def mismatches(backend: str, kind: str) -> str:
 
 
 def by_torch() -> dict[str, Any]:
-    """Runs on ranks: torch.distributed over the backend `mcr`."""
+    """Run on ranks: torch.distributed over the backend `mcr`."""
     failures = Failures()
     dist.init_process_group("mcr")
     rank, size = dist.get_rank(), dist.get_world_size()

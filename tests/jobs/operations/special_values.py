@@ -53,7 +53,7 @@ def expected(parts: Sequence[Array], op: str) -> Array:
     if op in ("MAX", "MIN"):
         best: Array = np.max(stack, 0) if op == "MAX" else np.min(stack, 0)
         zeros = stack == 0
-        # All zeros count: one of the right sign decides.
+        # All zeros count: a single zero of the right sign decides.
         wins = ~np.signbit(stack) if op == "MAX" else np.signbit(stack)
         has_winner = (zeros & wins).any(0)
         zero = np.where(has_winner, 1.0, -1.0) if op == "MAX" else np.where(has_winner, -1.0, 1.0)
@@ -104,7 +104,7 @@ class Cases:
     def check(self, what: str, op: str, dtype: torch.dtype, numel: int, run: Callable[..., Any]) -> None:
         """Check one case. `run(tensor)` returns the result and its part of the whole, or None."""
         comm, self.salt = self.comm, self.salt + 1
-        # Of three complex numbers the order decides whether the product is NaN, and the signs of its zeros.
+        # The order of three complex factors decides whether the product is NaN, and the signs of its zeros.
         ordered = dtype.is_complex and op == "PRODUCT" and comm.size > 2
         choices = FINITE if ordered else SPECIAL
         parts = [values(rank, numel, self.salt, dtype, choices) for rank in range(comm.size)]
@@ -210,7 +210,7 @@ def walk(
     hosts: int = 1,
     dtypes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Runs on ranks: every kind, op and dtype. `hosts`: on how many the ranks take themselves to be.
+    """Run on ranks: every kind, op and dtype. `hosts`: on how many the ranks take themselves to be.
 
     `dtypes`: of ops other than MIN and MAX; all if there are none.
     """
@@ -307,7 +307,7 @@ def layouts(cases: Cases, count: int) -> None:
 
 
 def other_interfaces(sizes: Sequence[int]) -> dict[str, Any]:
-    """Runs on ranks: torch's and Horovod's names for the same."""
+    """Run on ranks: torch's and Horovod's names for the same."""
     import mcr_plus.horovod as hvd
 
     failures = Failures()

@@ -39,7 +39,7 @@ class Place:
 
 
 class _Backwards:
-    """An array with negative strides, which is refused before anything of it is shared."""
+    """Return an array with negative strides, which is refused before its memory is shared."""
 
     strides = (-8,)
 

@@ -1,4 +1,4 @@
-"""Differentiable collectives on real ranks against one process that has the inputs of all of them."""
+"""Differentiable collectives on real ranks, compared with one process that has all inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI
 Tensors = list[torch.Tensor]
 Oracle = Callable[[Tensors], Tensors]  # the outputs of all ranks by their inputs
 
-# Rows that rank s sends to rank d: some have none for others, one nothing at all, one gets nothing.
+# Rows from rank s to rank d: some ranks skip others, one sends nothing, one receives nothing.
 SPLITS = {
     2: [[[3, 0], [2, 5]], [[0, 0], [4, 0]], [[0, 3], [0, 2]]],
     3: [[[1, 0, 4], [2, 3, 0], [0, 0, 0]], [[0, 2, 5], [0, 1, 0], [0, 7, 3]], [[0, 0, 0]] * 3],
@@ -192,7 +192,7 @@ def check_refusals(comm: mcr.Communicator) -> None:
 
 
 def on_this_rank(backend: str) -> int:
-    """Runs on ranks: all checks; how many."""
+    """Run all checks on ranks; return their number."""
     torch.set_num_threads(1)
     with mcr.init(backends=[backend]) as comm:
         checks = [check_exchange, check_rest, check_megatron, check_conjugates, check_group, check_refusals]

@@ -34,7 +34,7 @@ COMPILES_S = 5.0
 
 
 def compiles_late(across: bool) -> dict[str, Any]:
-    """Runs on ranks: rank 1 compiles for longer than the deadline, in every way that rank 0 can wait."""
+    """Run on ranks: rank 1 compiles for longer than the deadline, in every way that rank 0 can wait."""
     if across:  # as between hosts
         mock.patch("mcr_plus.board.opening.map_shared", return_value=(None, None)).start()
     dispatch = {"dispatch": {"timeout": f"{DEADLINE_S}s"}}
@@ -499,7 +499,7 @@ def test_functions_without_a_module_can_be_compiled() -> None:
 
 
 def _adder(number: int) -> Any:
-    """A C function that adds; all of them have the same text."""
+    """Return a C function that adds; all such functions have the same text."""
 
     def add(value):  # type: ignore[no-untyped-def]
         return value + number

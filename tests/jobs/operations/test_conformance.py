@@ -88,7 +88,7 @@ def examined(launch: str) -> list[RankResult]:
 @pytest.mark.parametrize(("launch", "section"), CELLS)
 def test_conforms(launch: str, section: str) -> None:
     backends = LAUNCHES[launch][2]
-    # Without a name only the world is asked: the pipeline's choice is one of the others.
+    # Without a name only the world runs: the pipeline chooses one of the named libraries.
     named = sum(backend is not None for backend in backends)
     for result in examined(launch):
         report = result.value[section]

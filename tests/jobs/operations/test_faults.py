@@ -85,7 +85,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 def fault(name: str, victim: int, via: str, progress: str) -> dict[str, dict[str, Any]]:
-    """Runs on ranks: one falls out; the others wait for it in every way, each in a group of its own."""
+    """Run on ranks: one drops out; the others wait for it in every way, each in a group of its own."""
     deadline = LONG_S if name in ("SIGKILL", "SIGSTOP") else DEADLINE_S
     mcr.init(configuration(deadline, progress=progress), backends=libraries(via))
     everyone = list(range(mcr.get_world_size()))
@@ -129,7 +129,7 @@ def _attempt(group: mcr.Communicator, run: Callable[[], object]) -> dict[str, An
 
 
 def patience(via: str) -> list[dict[str, Any]]:
-    """Runs on ranks: rank 1 comes late; rank 0 loses patience before, and waits again."""
+    """Run on ranks: rank 1 comes late; rank 0 gives up first, and waits again."""
     mcr.init(configuration(LONG_S), backends=libraries(via))
     found = []
     for backend in libraries(via):
@@ -155,7 +155,7 @@ def patience(via: str) -> list[dict[str, Any]]:
 
 
 def departures(via: str) -> dict[str, dict[str, Any]]:
-    """Runs on ranks: 1, then 2, leave in good order; rank 0 sends to them and receives from them then."""
+    """Run on ranks: ranks 1 and 2 leave in good order; then rank 0 sends to them and receives from them."""
     mcr.init(configuration(LONG_S), backends=libraries(via))
     rank = mcr.get_rank()
     groups = {

@@ -241,7 +241,7 @@ def test_order_option_determines_the_order_of_buckets(order: str, expected: list
 
 
 def other_way_round() -> list[float]:
-    """Runs on ranks: rank 1 waits and then sends, rank 0 receives and then waits."""
+    """Run on ranks: rank 1 waits and then sends, rank 0 receives and then waits."""
     with mcr.init(config("gloo")) as comm:
         x, y = torch.full((5,), comm.rank + 1.0), torch.full((3,), 7.0 * comm.rank)
         work = comm.all_reduce(x, async_op=True)
@@ -264,7 +264,7 @@ def test_buckets_of_a_waiting_peer_are_sent() -> None:
 
 
 def bound_at_the_same_places(codec: str | None) -> list[Any]:
-    """Runs on ranks: as above, many times with new sizes, while groups remember few signatures."""
+    """Run on ranks: the same, many times with new sizes, while groups remember few signatures."""
     bound = []
     bind = DispatchStage._bind
 
@@ -350,7 +350,7 @@ def test_waiting_at_different_places_is_a_mismatch() -> None:
 
 
 def members_swapped(numels: list[list[int]]) -> str:
-    """Runs on ranks: each rank has the same number of elements in its bucket, of other tensors."""
+    """Run on ranks: each rank has the same number of elements in its bucket, of other tensors."""
     with mcr.init(config("gloo")) as comm:
         for own in (*numels, numels[comm.rank]):
             works = [comm.all_reduce(torch.ones(numel), async_op=True) for numel in own]
@@ -374,7 +374,7 @@ def test_buckets_of_other_members_are_a_mismatch(numels: list[list[int]]) -> Non
 
 
 def lonely() -> list[str]:
-    """Runs on ranks: rank 1 never joins; every member of rank 0's buckets must say so."""
+    """Run on ranks: rank 1 never joins; every member of rank 0's buckets must say so."""
     with mcr.init(config("gloo", timeout="1s")) as comm:
         found = []
         if comm.rank == 0:
@@ -403,7 +403,7 @@ def test_errors_reach_every_member() -> None:
 
 
 def stretched() -> list[Any]:
-    """Runs on ranks: tensors that are not contiguous, of no dimension, and of no elements."""
+    """Run on ranks: tensors that are not contiguous, of no dimension, and of no elements."""
     with mcr.init(config("gloo", {"compress": {"codec": "bf16"}})) as comm:
         grid = torch.full((4, 6), float(comm.rank + 1))
         scalar, nothing = torch.tensor(2.0), torch.empty(0)
@@ -452,7 +452,7 @@ def steady() -> list[list[int]]:
 def test_nothing_is_allocated_in_the_long_run() -> None:
     for result in run_ranks(steady, 2, via="torch"):
         grown = [after > before for before, after, _ in result.value]
-        # The later a peer is, the more buffers are in use at once: at most as many as the limit holds.
+        # The later a peer is, the more buffers are in use at once, up to the limit.
         assert grown[0]
         assert sum(grown) <= 256 // 64
         for before, after, allocated in result.value[1:]:
@@ -479,7 +479,7 @@ def test_operations_without_a_wait_are_sent_separately_beyond_the_memory_limit()
 
 
 def other_thread() -> str:
-    """Runs on ranks: a second thread may not add to the buckets of the first."""
+    """Run on ranks: a second thread may not add to the buckets of the first."""
     with mcr.init(config("gloo")) as comm:
         told: list[str] = []
 
@@ -529,7 +529,7 @@ def test_a_rule_switches_off() -> None:
 
 
 def by_rule() -> list[Any]:
-    """Runs on ranks: operations of one tag are left alone."""
+    """Run on ranks: operations of one tag are left alone."""
     rules = [{"match": {"tag": "left"}, "fuse": {"kinds": []}}]
     with mcr.init({**config("gloo"), "rules": rules}) as comm, mcr.record() as log:
         works = [comm.all_reduce(torch.ones(2), async_op=True, tag=tag) for tag in ("left", None) * 2]

@@ -63,7 +63,7 @@ def _made(kind: str, numel: int, rank: int, number: int) -> tuple[torch.Tensor, 
 
 
 def in_flight() -> list[str]:
-    """Runs on ranks: many of one signature at once, then all kinds, which each rank issues in its order."""
+    """Run on ranks: many operations of one signature at once, then all kinds, in each rank's own order."""
     comm = _begin()
     rank, wrong = comm.rank, list[str]()
     for kind in KINDS:
@@ -77,7 +77,7 @@ def in_flight() -> list[str]:
                 for number, (_, out, expected) in enumerate(cases)
                 if not torch.equal(out, expected)
             ]
-    # They are known to both ranks by now.
+    # Both ranks know the operations by now.
     crossed = [_made(kind, 3, rank, number) for number, kind in enumerate(KINDS)]
     order = range(len(KINDS)) if rank else reversed(range(len(KINDS)))
     works = [_issue(comm, KINDS[each], *crossed[each][:2]) for each in order]
@@ -111,7 +111,7 @@ def _open(most: int | None = None) -> tuple[int, int]:
 
 
 def differ(kinds: list[str]) -> dict[str, Any]:
-    """Runs on ranks: they issue operations that differ, and both are known to them; then a fresh world."""
+    """Run on ranks: issue different known operations, then make a new world."""
     found: dict[str, Any] = {"told": [], "open": []}
     comm = _begin()
     for _ in range(RESETS):
@@ -158,7 +158,7 @@ def _issued(comm: mcr.Communicator, depth: int) -> list[tuple[mcr.Work, torch.Te
 
 
 def waits_for_a_late_rank() -> dict[str, Any]:
-    """Runs on ranks: rank 0 issues many, and a receive; rank 1 comes when gloo would have given up."""
+    """Run on ranks: rank 0 issues many, and a receive; rank 1 comes when gloo would have given up."""
     comm = _begin()
     _known(comm)
     (gloo,) = (each for each in runtime.current().engine.backends if isinstance(each, GlooBackend))

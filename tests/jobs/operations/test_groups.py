@@ -46,7 +46,7 @@ def in_a_thread(function: Callable[[], object]) -> BaseException | None:
 
 
 def asked(done: str) -> list[Any]:
-    """Runs on ranks: rank 1 issues nothing until rank 0 is done."""
+    """Run on ranks: rank 1 issues nothing until rank 0 is done."""
     comm = joined("2s")
     comm.barrier()
     if comm.rank == 1:

@@ -308,7 +308,7 @@ def test_a_job_of_another_size_is_refused() -> None:
 
 
 class Slow(mcr.Work):
-    """Complete after so many seconds of waiting, by this clock; records timeouts passed to `wait`."""
+    """An operation that completes after a time of waiting, by this clock; records timeouts of `wait`."""
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.seconds, self.clock = seconds, clock

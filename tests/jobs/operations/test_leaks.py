@@ -45,7 +45,7 @@ def exchange(group: dist.ProcessGroup | None) -> None:
 
 
 def groups(config: dict[str, object] | None) -> list[tuple[int, int]]:
-    """Runs on ranks: make a group, use it, destroy it, again and again."""
+    """Run on ranks: make a group, use it, destroy it, again and again."""
     dist.init_process_group("mcr", pg_options=config)
     found = []
     for _ in range(ROUNDS):
@@ -60,7 +60,7 @@ def groups(config: dict[str, object] | None) -> list[tuple[int, int]]:
 
 
 def jobs_of_torch(config: dict[str, object] | None) -> list[tuple[int, int]]:
-    """Runs on ranks: join a job through torch.distributed and leave it, again and again."""
+    """Run on ranks: join a job through torch.distributed and leave it, again and again."""
     found = []
     for _ in range(ROUNDS):
         dist.init_process_group("mcr", pg_options=config)
@@ -71,7 +71,7 @@ def jobs_of_torch(config: dict[str, object] | None) -> list[tuple[int, int]]:
 
 
 def jobs_of_ours(config: dict[str, object] | None) -> list[tuple[int, int]]:
-    """Runs on ranks: the same by `mcr.init`, with a group inside."""
+    """Run the same on ranks by `mcr.init`, with a group inside."""
     found = []
     for _ in range(ROUNDS):
         with mcr.init(config) as comm:
@@ -101,7 +101,7 @@ def test_jobs_that_have_ended() -> None:
 
 
 def dropped(rounds: int) -> dict[str, object]:
-    """Runs on ranks: groups and wrapped models that the program drops, at another time on each rank."""
+    """Run on ranks: groups and wrapped models that the program drops, at another time on each rank."""
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]})
     running = job.runtime
     assert running is not None
@@ -197,13 +197,13 @@ def test_dropped_groups_and_models(via: Via, rounds: int) -> None:
         assert found.pop("closed") == [False, False]
         assert found.pop("left") == [True, True]
         for name, counts in found.items():
-            # One more may wait for the garbage collector now than then.
+            # One more object may wait for the garbage collector now.
             flat = [late <= early + 2 * SPARE for early, late in zip(counts[FIRST], counts[-1], strict=True)]
             assert all(flat), f"rank {rank}, {name}: files, threads, groups in turn: {counts}"
 
 
 def limited() -> dict[str, object]:
-    """Runs on ranks: rank 1 may open a few files only."""
+    """Run on ranks: rank 1 may open a few files only."""
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]})
     hard = len(os.listdir("/proc/self/fd")) + (50 if comm.rank else 1000)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 20, hard))
@@ -247,7 +247,7 @@ def test_new_groups_are_refused_on_all_ranks_if_one_lacks_file_descriptors() -> 
 
 
 def many_signatures() -> dict[str, object]:
-    """Runs on ranks: more signatures than are remembered, of tensors that are strided otherwise elsewhere."""
+    """Run on ranks: more signatures than groups remember, with other strides on other ranks."""
     pytest.MonkeyPatch().setattr(group_runtime, "SIGNATURES", 16)
     pipeline = [{"fuse": {}}, {"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "20s"}}]
     comm = mcr.init({"version": 1, "pipeline": pipeline})

@@ -47,7 +47,7 @@ def libraries(via: str) -> list[str]:
 
 
 def corpus(via: str, check: str, before: int) -> list[dict[str, Any]]:
-    """Runs on ranks: every case on every library, in a group of all and in one of two ranks."""
+    """Run on ranks: every case on every library, in a group of all and in one of two ranks."""
     mcr.init(configuration(check), backends=libraries(via))
     size = mcr.get_world_size()
     members = [list(range(size))] + ([[size - 1, 0]] if size > 2 else [])
@@ -73,7 +73,7 @@ _APART = ("size", "tag", "reduce op")
 
 
 def other_groups() -> dict[str, Any]:
-    """Runs on ranks: new_group with other ranks, or in another order, on the last rank."""
+    """Run on ranks: new_group with other ranks, or in another order, on the last rank."""
     mcr.init(configuration())
     size, last = mcr.get_world_size(), mcr.get_rank() == mcr.get_world_size() - 1
     good = list(range(size))
@@ -86,7 +86,7 @@ def other_groups() -> dict[str, Any]:
 
 
 def other_configuration() -> dict[str, Any]:
-    """Runs on ranks: the configuration of the last rank has another deadline."""
+    """Run on ranks: the configuration of the last rank has another deadline."""
     deadline = 20.0 if own_rank() == 1 else 10.0
     return outcome_of(lambda: mcr.init(configuration(deadline=deadline)))
 
@@ -162,7 +162,7 @@ def test_configuration_that_differs_between_ranks(via: Via) -> None:
 
 
 def threads(via: str) -> dict[str, Any]:
-    """Runs on ranks: two threads on one group, then two threads with a group each."""
+    """Run two threads on one group, then two threads with a group each."""
     mcr.init(configuration(), backends=libraries(via))
     found = {}
     for backend in libraries(via):
@@ -229,7 +229,7 @@ MESSAGES = {
 
 
 def messages(via: str) -> dict[str, Any]:
-    """Runs on ranks: sends and receives that do not fit, and some that do."""
+    """Run on ranks: sends and receives that do not fit, and some that do."""
     mcr.init(configuration(), backends=libraries(via))
     runs = [
         (f"{backend}/{name}/{source}", mcr.new_group([0, 1]), backend, name, source)

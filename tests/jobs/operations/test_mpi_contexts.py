@@ -44,7 +44,7 @@ def _channels(comm: mcr.Communicator) -> dict[str, Any]:
 
 
 def many_groups(groups: int) -> dict[str, Any]:
-    """Runs on ranks: more signatures in many groups than MPICH has communicators; groups of two ranks too."""
+    """Run on ranks: more signatures in many groups than MPICH has communicators; groups of two ranks too."""
     comm = mcr.init(ONLY_MPI)
     everybody = list(range(comm.size))
     made = []
@@ -114,7 +114,7 @@ class _Late:
 
 
 def without_communicators(fails: str, ranks: list[int]) -> dict[str, Any]:
-    """Runs on ranks: some of them can have no more communicators, in a new group and in one in use."""
+    """Run on ranks: some run out of communicators, in a new group and in a group in use."""
     comm = mcr.init(ONLY_MPI)
     used, fresh = (mcr.new_group(list(range(comm.size))) for _ in range(2))
     for numel in (1, 2):
@@ -149,7 +149,7 @@ def test_no_rank_waits_for_one_without_communicators(fails: str, ranks: list[int
 
 
 def without_groups() -> list[dict[str, Any]]:
-    """Runs on ranks: rank 1 cannot duplicate the communicator of a new group, with MPI alone and with all."""
+    """Run on ranks: rank 1 cannot duplicate the communicator of a new group, with MPI alone and with all."""
     found = []
     for backends in (["mpi"], None):
         settings = ONLY_MPI if backends else {"version": 1, "pipeline": ONLY_MPI["pipeline"]}

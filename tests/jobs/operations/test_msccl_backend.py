@@ -38,7 +38,7 @@ Check = Callable[[torch.Tensor, torch.Tensor, str], None]
 
 
 def either_name(table: str) -> list[str]:
-    """The libraries of calls that one rank writes with `shm`, the other with `msccl`."""
+    """Return the libraries of calls with `shm` on one rank and `msccl` on the other."""
     name = "shm" if os.environ["RANK"] == "0" else "msccl"
     config = {
         "version": 1,
@@ -450,7 +450,7 @@ def test_other_sizes_raise_and_are_never_summed(backend: str) -> None:
 def other_order() -> tuple[str, float]:
     """The root of a tree waits for no peer, so no peer would read the description of its operation.
 
-    Returns what is raised, and after how many seconds.
+    Returns the error and the seconds until it was raised.
     """
     stages = [{"select": {}}, {"dispatch": {"timeout": "20s"}}]
     comm = mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages})

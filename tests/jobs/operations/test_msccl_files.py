@@ -2,7 +2,7 @@
 
     MCR_ALGORITHM_FILES=~/algorithms pytest tests/jobs/operations/test_msccl_files.py
 
-Files that the verifier refuses, those for more than eight ranks, and those of gather and scatter are not run.
+Files that the verifier refuses, files for more than eight ranks, and files of gather and scatter do not run.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def hands_off(progress: str, patience: float) -> tuple[bool, bool]:
 
 
 def both_ways() -> dict[str, Any]:
-    """Runs on ranks."""
+    """Run on ranks."""
     before = threading.active_count()
     found: dict[str, Any] = {"caller": hands_off("caller", 0.5), "thread": hands_off("thread", 20.0)}
     found["threads left"] = threading.active_count() - before
@@ -91,7 +91,7 @@ def in_inference_mode(backend: str, progress: str, fuse: bool) -> list[str]:
                 continue
             compress = {"codec": codec, **CODECS[codec], **({"error_feedback": True} if feedback else {})}
             with torch.inference_mode(made):
-                # Of equal values, which all codecs keep but for the last bits; one is not contiguous.
+                # Tensors of equal values, which all codecs keep up to the last bits; one is not contiguous.
                 large = torch.full((64, 1024), float(comm.rank + 1))
                 small = [torch.full((size,), float(comm.rank + 1)) for size in (33, 35)]
                 turned = torch.full((5, 7), float(comm.rank + 1)).t()
@@ -168,7 +168,7 @@ def test_progress_thread_completes_operations_without_a_wait() -> None:
 
 
 def serialized() -> str:
-    """Runs on ranks: MPI initialised for one thread at a time."""
+    """Run on ranks: MPI initialised for one thread at a time."""
     import mpi4py
 
     mpi4py.rc.thread_level = "serialized"
@@ -220,7 +220,7 @@ def test_drain_tolerates_operations_released_by_the_progress_thread() -> None:
 
 
 def forked() -> list[int]:
-    """Runs on ranks: a child of a process with a progress thread ends by itself."""
+    """Run on ranks: a child of a process with a progress thread ends by itself."""
     with mcr.init(dispatch("thread")) as comm:
         work = comm.all_reduce(torch.ones(BY_HOST), async_op=True)
         child = os.fork()

@@ -134,7 +134,7 @@ def test_a_rank_that_dies_while_memory_is_opened_is_named(when: str, victim: int
 
 
 def no_such_size(slot: int, only: int | None) -> str:
-    """A size that no file can have, on all ranks; or an address space that one rank has not got."""
+    """Use an impossible file size on all ranks, or too small an address space on one rank."""
     me = own_rank()
 
     def fail(path: Path, nbytes: int) -> Any:

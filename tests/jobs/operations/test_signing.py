@@ -248,7 +248,7 @@ def _stranger(store: Any) -> TCPStore:
 
 
 def forged(library: str, name: str, folder: str) -> dict[str, Any]:
-    """Runs on ranks: while rank 0 waits for rank 1, a stranger writes `name` of rank 1 on the board."""
+    """Run on ranks: while rank 0 waits for rank 1, a stranger writes `name` of rank 1 on the board."""
     noticed = Path(folder, "noticed")
     comm = _on_several_hosts(library)
     for _ in range(3):
@@ -287,7 +287,7 @@ def test_forged_board_entries_fail_the_operation_and_its_group(
 
 
 def without_a_store(library: str, port: int, server: int, folder: str) -> None:
-    """Runs on ranks: the process that holds the store ends while all is well."""
+    """Run on ranks: the process that holds the store ends in a healthy job."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(store)
     with mock.patch("mcr_plus.core.environment._by_our_mpi", return_value=False):

@@ -56,7 +56,7 @@ def _use(group: mcr.Communicator, step: int) -> None:
 
 
 def groups(hosts: bool, rounds: int) -> dict[str, Any]:
-    """Runs on ranks: groups that end in every way, on one host or as on several."""
+    """Run on ranks: groups that end in every way, on one host or as on several."""
     host = f"host{own_rank()}" if hosts else "host"
     with mock.patch("mcr_plus.job.init.host_name", return_value=host):
         comm = mcr.init(SETTINGS)
@@ -106,7 +106,7 @@ def test_groups_that_are_closed_leave_no_keys(via: Via, hosts: bool, rounds: int
 
 
 def inside(rounds: int) -> list[int]:
-    """Runs on ranks: groups with groups inside them, for the hierarchical stage."""
+    """Run on ranks: groups with groups inside them, for the hierarchical stage."""
     stages = [{"hierarchical": {"ranks_per_node": 2}}, *SETTINGS["pipeline"]]
     comm = mcr.init({**SETTINGS, "backends": ["gloo"], "pipeline": stages})
     counts = []
@@ -196,7 +196,7 @@ def test_arrivals_do_not_stay_in_the_store(how: str, left: list[int]) -> None:
 
 
 def declared_lost() -> dict[str, Any]:
-    """Runs on ranks: rank 3, which was stopped, leaves the old world before the others clear it."""
+    """Run on ranks: rank 3, which was stopped, leaves the old world before the others clear it."""
     rank = own_rank()
     with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{rank // 2}"):
         comm = mcr.init({**SETTINGS, "backends": ["gloo"]})

@@ -74,7 +74,7 @@ def _another(model: torch.nn.Module) -> torch.optim.Optimizer:
 def _changed_with_another(
     change: Callable[[Any, Any], None], *, by_forward: bool = True, is_frozen: bool = False
 ) -> Callable[[], object]:
-    """Train, change the model, and train with another optimizer, which tells if the forward pass does not."""
+    """Train, change the model, and train with another optimizer; the forward pass or the optimizer raises."""
 
     def call() -> None:
         model, optimizer = _model()
@@ -693,7 +693,7 @@ def test_operations_that_were_waited_for_are_not_named() -> None:
 
 
 def pull_of_nothing() -> str:
-    """Runs on ranks: pull from a source that ends without a push."""
+    """Run on ranks: pull from a source that ends without a push."""
     with mcr.init() as comm:
         weights = mcr.sync(torch.nn.Linear(4, 2), src=0)
         try:

@@ -23,7 +23,7 @@ EXACT = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.04, torch.
 
 @dataclass(frozen=True)
 class Case:
-    """One routing; rank r has `tokens[r % len(tokens)]` tokens."""
+    """A routing; rank r has `tokens[r % len(tokens)]` tokens."""
 
     experts: int
     k: int

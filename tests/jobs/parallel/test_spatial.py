@@ -154,7 +154,7 @@ def check_halos(comm: mcr.Communicator) -> None:
 
 
 def check_halo(comm: mcr.Communicator, layout: mcr.Layout, widths: tuple[int, int], periodic: bool) -> None:
-    """The loss is the sum of all ranks' losses, which this process computes of all of them."""
+    """The loss is the sum of all ranks' losses, which this process computes alone."""
     x, aims = values(*layout.shape).requires_grad_(), values(*layout.shape, seed=9)
     expected = [with_halo(x, layout, widths, periodic, rank) for rank in range(comm.size)]
 

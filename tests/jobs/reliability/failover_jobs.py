@@ -59,7 +59,7 @@ def break_connections(name: str, channel: failover.FailoverChannel | None = None
 
 
 def values(rank: int, number: int, size: int) -> torch.Tensor:
-    """The input of a rank; sums of them are exact in any order."""
+    """Return the input of a rank; sums of inputs are exact in any order."""
     return torch.arange(size, dtype=torch.float64) * ((rank * 7 + number) % 5 + 1) + rank * 1000 + number
 
 
@@ -284,7 +284,7 @@ def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, An
     ]
 
     def trained(steps: int | None) -> tuple[list[float], int, int]:
-        """The parameters after so many steps; None: the library breaks, until it has done so twice."""
+        """Return the parameters after some steps; None: train until the library has broken twice."""
         breakers: list[threading.Timer] = []
         with mcr.init({"version": 1, "backends": backends, "pipeline": stages}) as comm:
             torch.manual_seed(0)

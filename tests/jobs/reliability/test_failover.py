@@ -32,7 +32,7 @@ def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ra
     for each in found:
         assert each["wrong"] == []
         assert set(each["libraries"]) <= set(backends)
-    # MPI is one for all groups of a process, and does not come back.
+    # All groups of a process share MPI, which does not come back.
     assert found[0]["moves"] == 1 if backends[0] == "mpi" else found[0]["moves"] > 1
 
 

@@ -196,7 +196,7 @@ def in_pieces(backend: str) -> list[bool]:
                 every = torch.zeros(comm.size * numel, dtype=dtype)
                 comm.all_gather_into_tensor(every, own)
                 right.append(bool((every.double().numpy() == np.concatenate(inputs)).all()))
-            # Bytes of a bool may be others than 0 and 1.
+            # Bytes of a bool may differ from 0 and 1.
             raw = torch.zeros(comm.size * numel, dtype=torch.uint8)
             own = torch.tensor(inputs[comm.rank], dtype=torch.uint8)
             comm.all_gather_into_tensor(raw.view(torch.bool), own.view(torch.bool))
@@ -213,7 +213,7 @@ def many_flips(
     steps: Sequence[int] = (0, 0, 1),
     in_pieces: bool = False,
 ) -> list[Any]:
-    """Random operations, most of them with a flipped bit on a random rank.
+    """Run random operations, most of them with a flipped bit on a random rank.
 
     The operations go to the library without the engine, whose group would fail after the first. Returns for
     each: its kind, whether this rank has flipped a bit, and the error of this rank.

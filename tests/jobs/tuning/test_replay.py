@@ -31,8 +31,9 @@ GRADIENTS = [("head.bias", 40, 0.004), ("head.weight", 4000, 0.006), ("body.0.we
 
 
 def sent(path: str) -> list[Any]:
-    """Runs on ranks: kind, bytes and tag of the operations of one step of a wrapped model, and the dtypes of
-    those that are the program's own.
+    """Run a step of a wrapped model on ranks; return kind, bytes and tag of its operations.
+
+    Also returns the dtypes of the program's own operations.
     """
     dtypes: list[str] = []
 
@@ -54,7 +55,7 @@ def sent(path: str) -> list[Any]:
 
 
 def replayed(path: str, config: str | None) -> list[Any]:
-    """Runs on ranks: the answer of rank 0 (None on others), and the operations of one more step."""
+    """Run on ranks; return the answer of rank 0 (None on others), and the operations of one more step."""
     answer = Path(path).with_name("answer.json")
     run(ReplayRequest(path, str(answer), config, "sleep", 5))
     with mcr.init() as comm:

@@ -107,7 +107,7 @@ def in_flight(rank: Rank, **how: Any) -> Values:
 
 
 def other_streams(rank: Rank, **how: Any) -> Values:
-    """Issued on one stream, waited for and read on another, which issues the next one."""
+    """Issue on one stream, wait and read on another, and issue the next operation there."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -125,7 +125,7 @@ def other_streams(rank: Rank, **how: Any) -> Values:
 
 
 def in_flight_on_streams(rank: Rank, **how: Any) -> Values:
-    """Several at a time, each on a stream of its own, on which it is waited for."""
+    """Have several operations in flight, each issued and waited for on its own stream."""
     streams = [rank.stream() for _ in range(3)]
     tensors, works = [], []
     for salt, stream in enumerate(streams):
@@ -310,7 +310,7 @@ def reused(rank: Rank, **how: Any) -> Values:
 
 
 def buckets(rank: Rank, **how: Any) -> Values:
-    """Members of a bucket from two streams; one of them polls it, the other waits; its memory comes again."""
+    """Fill a bucket from two streams; one polls it, the other waits; its memory is reused."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -386,7 +386,7 @@ def matrices(rank: Rank, **how: Any) -> Values:
 
 
 def following(rank: Rank, **how: Any) -> Values:
-    """Functions that follow an operation, one of them added when it may be done already."""
+    """Let functions follow an operation, one of them added when the operation may be done already."""
     one = rank.stream()
     x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
     work = rank.comm.all_reduce(x, async_op=True, **how)

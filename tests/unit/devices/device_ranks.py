@@ -97,7 +97,7 @@ class Rank:
         return uploaded(self.home, torch.as_tensor(values, dtype=torch.float32))
 
     def stream(self) -> Any:
-        """Another stream, under which the rank can issue."""
+        """Return another stream for the rank's calls."""
         return self.home.create()
 
     def under(self, stream: Any) -> contextlib.AbstractContextManager[None]:
@@ -176,7 +176,7 @@ After = Literal["nothing", "opening", "one run"]
 
 
 class Job:
-    """All ranks of a job, for one run of a program."""
+    """The ranks of a job, for one run of a program."""
 
     def __init__(self, size: int, config: Mapping[str, Any] | None = None, *, slow: int = 0) -> None:
         self.size = size

@@ -142,7 +142,7 @@ def problems_of(
 def run(
     setting: Setting, program: Program, size: int, decide: Decisions | None = None, *, slow: int = 0
 ) -> Found:
-    """Run a program and compare what it has read; `slow`: polls for which NCCL takes no calls at first."""
+    """Run a program and compare what it has read; `slow`: number of polls before NCCL takes calls."""
     job = Job(size, setting.config, slow=slow)
     decisions = decide or Decisions()
     problems, results = list[str](), list[Values]()

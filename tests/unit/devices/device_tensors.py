@@ -66,7 +66,7 @@ class DeviceTensor(torch.Tensor):
         self.block.users.append(s)
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
-        """A copy on the host, which waits for the current stream."""
+        """Return a copy on the host; wait for the current stream."""
         out = self.block.home.machine.held(torch.empty_like(self.plain))
         source = self.plain
         _synchronised(self.block.home, "to host", lambda: out.copy_(source), ranges(source), ranges(out))
@@ -104,7 +104,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def ranges(tensor: torch.Tensor) -> list[Range]:
-    """The bytes of a tensor, which may have strides."""
+    """Return the bytes of a tensor, which may have strides."""
     tensor = unwrapped(tensor)
     if not tensor.numel():
         return []

@@ -282,7 +282,7 @@ class Simulator(Machine):
         return result
 
     def _connect(self, task: Task) -> None:
-        """Ranks connect for an algorithm, which follows from the size, and with a peer, at the first use."""
+        """Connect ranks at the first use of an algorithm (chosen by size) or of a peer."""
         is_message = task.name in ("Send", "Recv")
         key = (task.name, task.args[3]) if is_message else (task.name, *task.args[2:])
         if key not in task.comm.connected and task.comm.size > 1:

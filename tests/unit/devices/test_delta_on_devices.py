@@ -25,7 +25,7 @@ def test_messages_need_a_library_with_tags() -> None:
 
 
 def test_copies_on_a_device_are_bounded_by_its_memory() -> None:
-    """Half of it, whatever the host has."""
+    """Copies take at most half of it, whatever the host has."""
 
     def kept(rank: Rank) -> list[int]:
         copies, all_of_them = Copies(), [Copy() for _ in range(3)]

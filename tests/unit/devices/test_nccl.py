@@ -68,7 +68,7 @@ def _no_race(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Job:
-    """All ranks of a group in this process."""
+    """A group with all its ranks in this process."""
 
     def __init__(
         self, simulator: Simulator, size: int = SIZE, *, without: Sequence[str] = (), timeout: float = 5.0
@@ -918,7 +918,7 @@ class Threads(FakeStreams):
 def test_an_abort_frees_nothing_that_a_call_in_nccl_uses(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """A peer is silent: the call waits until NCCL is told to end it, or for as long as the peer is silent."""
+    """The call waits for a silent peer until NCCL is told to end it, or until the peer acts."""
     monkeypatch.setattr(link, "_ABORT_WAITS", 0.1)
     can_revoke = version == "with revoke"
     job = Job(Simulator(), 1, without=() if can_revoke else ("ncclCommRevoke",))

@@ -124,7 +124,7 @@ class Program:
 
     @cached_property
     def at_number(self) -> Mapping[tuple[int, str], Mapping[int, int]]:
-        """Per rank and group, which operation has which sequence number; messages have none."""
+        """Return the operations by sequence number, per rank and group; messages have no number."""
         found: dict[tuple[int, str], dict[int, int]] = {}
         for rank, issued in enumerate(self.issued):
             for group in self.groups:
@@ -181,8 +181,8 @@ class MispairedError(Exception):
 class Model:
     """The transitions of one program under some rules.
 
-    `autonomous`: queues and libraries advance without any host, which is the ideal machine that decides
-    whether a program makes sense at all.
+    `autonomous`: queues and libraries advance without any host; this ideal machine decides whether a program
+    makes sense at all.
     """
 
     program: Program

@@ -191,7 +191,7 @@ def test_compared_signatures_turn_every_wrong_order_into_an_error() -> None:
 
 def test_a_synchronisation_of_the_users_own_is_safe_where_ranks_wait_alike() -> None:
     assert check(program([H_A, S_B], "+0 +1 w1 b1", "+0 +1 w1 b1")).outcome == "fine"
-    # Rank 0 sits in `.item()`, where nothing polls for the operation that rank 1 waits for first.
+    # Rank 0 sits in `.item()` and does not poll the operation that rank 1 waits for first.
     verdict = check(program([H_A, S_B], "+0 +1 w1 b1", "+0 w0 +1"))
     assert verdict.outcome == "deadlock"
     assert verdict.trace[-1].startswith("rank 0 stands at block #1 S(b)")

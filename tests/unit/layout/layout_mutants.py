@@ -131,7 +131,7 @@ def _of_both(
             return some._replace(boxes=list(_shifted(some.boxes, one, shape))[index][1])
 
         yield f"both: {name}", both(shifted)
-    # Received twice, the second time into a box of another rank.
+    # A row is received twice, the second time into a box of another rank.
     (foreign,) = (target.owners != receiver).nonzero()
     if len(foreign):
         again = double[receiver].receives

@@ -291,7 +291,7 @@ def sources(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
 
 @st.composite
 def targets(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
-    """Any boxes, which may be equal, overlap, be empty, or leave gaps."""
+    """Generate boxes that may be equal, overlap, be empty, or leave gaps."""
     listed: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in draw(ranks_of())}
     pool = [draw(one_box(shape)) for _ in range(draw(st.integers(1, 4)))] + draw(partitions(shape, 2))
     for rank in sorted(listed):
@@ -441,7 +441,7 @@ def test_senders_share_the_work_nearly_as_a_linear_program(mesh: tuple[int, ...]
 
 
 def test_senders_of_any_boxes_share_the_work_within_limits() -> None:
-    """Holders of a region send alike, whatever else they send: more than a linear program needs."""
+    """Holders of a region send equal shares, whatever else they send: more than a linear program needs."""
     random = np.random.default_rng(0)
     ratios = []
     for _ in range(30):

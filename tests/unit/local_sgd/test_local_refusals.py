@@ -126,7 +126,7 @@ def test_settings_that_are_refused(changed: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("outer", "text"),
     [
-        # Made by the test: the first optimizer of a process imports torch's compiler.
+        # The test makes it, because the first optimizer of a process imports torch's compiler.
         (lambda: SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "outer: expected a class of optimizers"),
         (lambda: "sgd", "outer: expected a class of optimizers"),
         (lambda: lambda _: None, "outer: expected it to return an optimizer, got NoneType"),

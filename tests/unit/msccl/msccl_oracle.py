@@ -56,7 +56,7 @@ class _Job:
         self.chunks = int(root.attrib["nchunksperloop"])
         self.root = int(root.attrib.get("root", 0))
         self.in_place, self.rng, self.slots = in_place, rng, slots
-        # Receiving and sending on may be one act of an executor, or two.
+        # An executor may receive and forward in one action, or in two.
         self.split = rng.random() < 0.5
         gpus = list(root)
         np.random.seed(rng.randrange(1 << 31))
@@ -77,7 +77,7 @@ class _Job:
         self.by_id = {(thread.rank, thread.number): thread for thread in self.threads}
 
     def run(self) -> None:
-        """Advance thread blocks by random priorities, which now and then change."""
+        """Advance thread blocks by random priorities that sometimes change."""
         priority = {id(thread): self.rng.random() for thread in self.threads}
         steady = self.rng.random() < 0.7
         while live := [thread for thread in self.threads if thread.tile < TILES]:

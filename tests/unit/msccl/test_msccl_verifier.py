@@ -85,7 +85,7 @@ def test_a_swap_is_no_sum() -> None:
 
 
 def refusal(algorithm: Algorithm, *, in_place: bool | None = None, slots: int = 2) -> list[str]:
-    """The lines with which an algorithm is refused."""
+    """Return the lines of an algorithm's refusal."""
     place = algorithm.in_place if in_place is None else in_place
     with pytest.raises(AlgorithmError) as error:
         verify(algorithm, in_place=place, slots=slots)
@@ -164,7 +164,7 @@ def test_messages_of_another_length() -> None:
 def test_a_read_of_an_unwritten_chunk() -> None:
     algorithm = broadcast(tb(-1, 0, receive(s(0)), AlgorithmStep("cpy", s(1), o(0))))
     assert refusal(algorithm) == ["<it>: gpu[1].tb[0].step[1]: reads s[1], which has never been written"]
-    # whatever it holds: only the root gives something
+    # any contents: only the root sends
     algorithm = broadcast(tb(-1, 0, receive(s(0)), AlgorithmStep("cpy", i(0), o(0))))
     assert "reads i[0], which has never been written" in refusal(algorithm, in_place=True)[0]
 
@@ -268,7 +268,7 @@ def test_writes_of_two_thread_blocks_race_even_if_either_order_is_right() -> Non
 
 
 def test_a_message_to_another_rank_and_back_is_order() -> None:
-    # In place, rank 0 overwrites what it sent, in another thread block, with the answer to it.
+    # In place, rank 0 overwrites the sent chunk, in another thread block, with the answer.
     first = (tb(1, -1, send(i(0))), tb(-1, 1, receive(o(0))))
     second = (tb(0, 0, AlgorithmStep("rrcs", i(0), o(0))),)
     assert verify_all(made("allreduce", 1, first, second))
@@ -276,7 +276,8 @@ def test_a_message_to_another_rank_and_back_is_order() -> None:
 
 def test_a_full_queue_does_not_order_steps() -> None:
     # With one slot, the second send waits until the first message has left, and the message on channel 1
-    # for that send: so its receipt comes last. With more slots it may not, and nothing shall rest on that.
+    # waits for that send: so its receipt comes last. With more slots it may come earlier, and no proof may
+    # rely on the order.
     sender = (
         tb(1, -1, send(i(0)), send(i(0), awaited=True), AlgorithmStep("cpy", i(0), o(0))),
         tb(1, -1, send(i(0), after=(0, 1)), channel=1),

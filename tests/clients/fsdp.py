@@ -65,7 +65,7 @@ def flat_clipped() -> list[float]:
 
 
 def hybrid() -> list[float]:
-    """Sharded among pairs of ranks, replicated among the pairs."""
+    """Shard among pairs of ranks, replicate among the pairs."""
     return plain(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
 
 

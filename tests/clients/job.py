@@ -80,7 +80,7 @@ def network() -> nn.Sequential:
 
 
 def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
-    """The mean squared error on this rank's batch."""
+    """Return the mean squared error on this rank's batch."""
     inputs, targets = batch(step)
     return functional.mse_loss(model(inputs).float(), targets)
 

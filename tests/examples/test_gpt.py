@@ -234,7 +234,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def started(**changes: Any) -> int:
-    """The exit status of the command, in this process."""
+    """Return the exit status of the command, in this process."""
     plan: Any = {
         "comms": "gloo", "config": Path("none.yaml"), "compare": False, "rounds": 2,
         "json": None, "plot": None, "trace": None, "describe": None,

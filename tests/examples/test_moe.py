@@ -158,7 +158,7 @@ def text() -> Corpus:
 
 
 def keep_gradients(model: LanguageModel, shape: ExpertShape, rank: int, ranks: int) -> dict[str, Any]:
-    """The model's gradients as lists, experts under the numbers they have among all."""
+    """Return the model's gradients as lists, experts under the numbers they have among all."""
     own = shape.experts // ranks
     found = {}
     for name, parameter in model.named_parameters():
@@ -267,7 +267,7 @@ BAD = {
 
 
 def started(given: dict[str, Any], file: Path | None = None, **plan: Any) -> int:
-    """The exit status of the command, in this process."""
+    """Return the exit status of the command, in this process."""
     chosen: Any = {
         "comms": "gloo", "config": Path("none.yaml"), "compare": False, "rounds": 1,
         "json": None, "plot": None, "trace": None, "describe": None,

@@ -22,7 +22,7 @@ _NAME: Final = "test_c10d_fault_tolerance.py"
 
 
 def found(source: str) -> Path | str:
-    """The file with the tests, or why there are none that the installed torch could run."""
+    """Return the file with the tests, or the reason why the installed torch can run none."""
     import torch
     import torch.distributed as dist
 
@@ -37,7 +37,7 @@ def found(source: str) -> Path | str:
 
 
 def suite_of(backend: str, file: Path) -> Any:
-    """The tests for one backend, as a class."""
+    """Return the tests for one backend, as a class."""
     spec = spec_from_file_location("fault_tolerance", file)
     assert spec is not None
     assert spec.loader is not None

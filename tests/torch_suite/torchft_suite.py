@@ -64,7 +64,7 @@ class Forked:
         return done
 
     def result(self) -> Any:
-        """The value; raises `RuntimeError` with the traceback."""
+        """Return the value; raises `RuntimeError` with the traceback."""
         returned, value = self.outcome()
         if not returned:
             raise RuntimeError(value)

@@ -41,7 +41,7 @@ done: Final[set[str]] = set()
 
 
 def type_of(value: Any) -> str:
-    """An argument's type, as launches derive it."""
+    """Return an argument's type, as launches derive it."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
     if isinstance(value, float):

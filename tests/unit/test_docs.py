@@ -116,7 +116,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The headings of a page as links name them."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -143,7 +143,7 @@ def test_every_folder_of_the_package_has_its_place_and_tests() -> None:
 
 
 def variables(path: Path) -> set[str]:
-    """Names of variables of the environment that stand as texts in a program."""
+    """Return the names of environment variables in the texts of a program."""
     texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
     names = r"RANK|WORLD_SIZE|(MCR|OMPI|PMI|PMIX|MPI|SLURM|TORCH\w*|MASTER|GLOO|LOCAL|RAY)_[A-Z_]*[A-Z]"
     return {text for text in texts if isinstance(text, str) and re.fullmatch(names, text)}

@@ -99,7 +99,7 @@ def config(folder: Path, text: str = "", backends: str = "mpi, gloo, quick", sel
 
 
 def line_of(text: str) -> int:
-    """The line of the first rule of the table that has `text` in it."""
+    """Return the line of the first rule of the table that has `text` in it."""
     lines = TABLE.splitlines()
     found = next(number for number, line in enumerate(lines) if text in line)
     return 1 + max(number for number in range(found + 1) if lines[number].startswith("  - "))

@@ -40,7 +40,7 @@ class Library:
 
 
 def channel_of(own: Library, *, stops_as_whole: bool = False) -> FailoverChannel:
-    """A channel that has no operation yet; the library works."""
+    """Return a channel that has no operation yet; the library works."""
     library: Any = SimpleNamespace(
         name="gloo", stops_as_whole=stops_as_whole, breaks=lambda _: "", host_driven=False, rings=False
     )

@@ -31,7 +31,7 @@ def message(kind: str, given: torch.Tensor, result: torch.Tensor) -> Message:
 def completed(
     kept: KeptOperations, kind: str, given: torch.Tensor, result: torch.Tensor, number: int = 0
 ) -> FailoverPoll:
-    """An operation that has run on this rank, and is kept."""
+    """Return an operation that has run on this rank, and is kept."""
     issued = message(kind, given, result)
     binding = SimpleNamespace(digest=7, signature=issued.signature)
     attempt = FailoverPoll(cast("Any", SimpleNamespace(library="gloo")), cast("Any", binding), issued, number)

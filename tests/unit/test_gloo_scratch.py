@@ -66,7 +66,7 @@ def expected(kind: str, rank: int, number: int) -> np.ndarray[Any, Any]:
 
 
 def started(channel: GlooChannel, kind: str, rank: int, number: int) -> tuple[Poll, torch.Tensor]:
-    """An operation that has begun on a rank, and where its result goes."""
+    """Return an operation that has begun on a rank, and the tensor of its result."""
     value = values(kind, rank, number)
     out = torch.zeros(len(expected(kind, rank, number)), dtype=value.dtype)
     counts, made = (NUMEL, NUMEL), signature(kind)

@@ -18,7 +18,7 @@ def codec(bits: int = 8) -> IntShared:
 
 
 def by_blocks(values: F64) -> F64:
-    """The largest magnitude of each value's block."""
+    """Return the largest magnitude of each value's block."""
     return per_block(256, 1.0)(values)
 
 

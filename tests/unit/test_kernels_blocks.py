@@ -39,17 +39,17 @@ class Format:
         return (1, 5, 31, 33, self.block - 1, self.block, self.block + 1, 1000, 5003)
 
     def empty(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Room for the payload of `values`."""
+        """Return an empty payload for `values`."""
         return torch.full((self.kernel.nbytes(values.numel(), *self.sizing),), fill, dtype=torch.uint8)
 
     def encoded(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload of `values` by the CPU kernel."""
+        """Return the payload of `values` by the CPU kernel."""
         wire = self.empty(values)
         self.kernel.encode(values, wire, *self.arguments)
         return wire
 
     def expected(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload by torch."""
+        """Return the payload by torch."""
         wire = self.empty(values)
         self.kernel.encode_reference(values, wire, *self.arguments)
         return wire

@@ -203,7 +203,7 @@ def test_the_codec_uses_the_kernels_for_gpus(as_on_gpu: Callable[[bool], None]) 
 
 
 def bumped(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """A hundredth of the elements moved by one step of their bits."""
+    """Move a hundredth of the elements by one step of their bits."""
     draw = torch.Generator().manual_seed(seed)
     return values + (torch.rand(values.shape, generator=draw) < 0.01).to(values.dtype)
 

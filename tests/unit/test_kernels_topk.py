@@ -55,7 +55,7 @@ def test_the_cpu_kernels_are_the_reference(ratio: float) -> None:
 
 
 def by_sorting(values: torch.Tensor, sent: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The indices of the largest, lower ones first among equals, by NumPy's stable sort."""
+    """Return the indices of the largest, lower ones first among equals, by NumPy's stable sort."""
     magnitudes = values.numpy().view(np.int32).astype(np.int64) & 0x7FFFFFFF
     return np.sort(np.argsort(-magnitudes, kind="stable")[:sent])
 

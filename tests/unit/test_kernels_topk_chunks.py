@@ -185,7 +185,7 @@ def test_chunks_that_mislead_each_other(kind: str) -> None:
 
 
 def errors(values: torch.Tensor, how: Chunking) -> tuple[F64, F64]:
-    """The values sent in a chunk, and their errors."""
+    """Return the values sent in a chunk, and their errors."""
     sent = largest(values, how)
     return f64(values)[sent], (f64(decoded(values, how)) - f64(values))[sent]
 

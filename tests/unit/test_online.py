@@ -582,13 +582,13 @@ def join(backends: Sequence[str], compress: dict[str, Any] | None = None, **sele
 
 
 def backends_used(log: Any) -> list[str]:
-    """The library of each operation in program order, but for the exchanges'."""
+    """Return the library of each operation in program order, without the exchanges."""
     mine = [record for record in log.records if record.tag != online.TAG]
     return [record.backend for record in sorted(mine, key=lambda record: record.sequence)]
 
 
 def in_charge(trace: Sequence[str]) -> str:
-    """The choice of 64 calls or more: a rival, if any is left, gets at most 6 of 64."""
+    """Return the choice of 64 calls or more: a rival, if any is left, gets at most 6 of 64."""
     (name, count), *_ = Counter(trace).most_common()
     assert count >= len(trace) - 6, trace
     return name

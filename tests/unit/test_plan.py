@@ -44,7 +44,7 @@ def every_plan(count: int, choices: int) -> Iterator[list[tuple[int, int, int]]]
 
 
 def end_of(plan: Sequence[tuple[int, int, int]], ready: Sequence[float], compute: float, of: Prices) -> float:
-    """The end of a step, as the model says it in words."""
+    """Return the end of a step by the model's definition in words."""
     free = delay = 0.0
     for i, j, choice in plan:
         time = float(of.seconds[choice, i, j])
@@ -157,7 +157,7 @@ def course_in_steps(
     marks: Sequence[float], compute: float, last: Sequence[int], seconds: Sequence[float],
     shares: Sequence[float], overhead: float, step: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """The end of computing and of everything, by steps of time; progress by a thread."""
+    """Return the end of computing and of everything, by steps of time; progress by a thread."""
     now = done = extra = computed = 0.0
     issued = running = begun = 0
     left = 0.0

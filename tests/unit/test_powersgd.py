@@ -54,7 +54,7 @@ def of_rank(rank: int, rows: int, columns: int, seed: int) -> torch.Tensor:
 def after(
     calls: int, codecs: list[PowerSGD], inputs: list[torch.Tensor], shapes: Shapes
 ) -> list[torch.Tensor]:
-    """The results of the last of several calls with the same values."""
+    """Return the results of the last of several calls with the same values."""
     for _ in range(calls - 1):
         exchanged(codecs, inputs, shapes=shapes)
     return exchanged(codecs, inputs, shapes=shapes)

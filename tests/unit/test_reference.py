@@ -98,7 +98,7 @@ def test_the_examples_of_docstrings_run(tmp_path: Path) -> None:
 
 
 def examples(function: Any) -> str:
-    """The programs in the docstring of a function."""
+    """Return the programs in the docstring of a function."""
     return "\n".join(
         re.findall(r"^    ```python\n(.*?)^    ```$", inspect.getdoc(function) or "", re.S | re.M)
     )

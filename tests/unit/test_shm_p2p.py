@@ -47,7 +47,7 @@ def values(seed: int, count: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def octets(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor, shared with it."""
+    """Return the bytes of a tensor, shared with it."""
     return tensor.view(torch.uint8).numpy()
 
 

@@ -47,7 +47,7 @@ class Rank:
         return start(Message(signature, (), (data,), peer=peer, match_tag=tag))
 
     def fault(self, peer: int, *, incoming: bool) -> Any:
-        """The words of the fault of a queue."""
+        """Return the words of the fault of a queue."""
         row = kernels.HEAD + (2 * peer + incoming) * kernels.ROW
         return self.p2p._state[row + kernels.FAULT : row + kernels.ROW]
 

@@ -40,7 +40,7 @@ def sources(folder: str) -> dict[str, str]:
 
 
 def methods(body: list[ast.stmt]) -> set[str]:
-    """The names of methods, each once: overloads and setters share theirs."""
+    """Return the names of methods, each once: overloads and setters share theirs."""
     return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
@@ -103,7 +103,7 @@ def test_only_the_head_of_a_long_file_counts() -> None:
 
 
 def unmarked(model: type[BaseModel], *scopes: Scope) -> list[str]:
-    """The options of a model that have none of these marks, or several."""
+    """Return the options of a model that have none of these marks, or several."""
     marked = [name for scope in scopes for name in options_marked(model, scope)]
     return [name for name in model.model_fields if marked.count(name) != 1]
 

@@ -105,7 +105,7 @@ def test_ranks_that_are_slow_in_turns_make_a_step_as_slow_as_it_was() -> None:
 
 
 def of_two(marks: Any, seconds: float) -> CapturedStep:
-    """The step of two ranks with these marks, five times."""
+    """Return the step of two ranks with these marks, five times."""
     ready = Mark(ReadyEvent("w", 4, "float32 cpu"), "w", seconds, seconds)
     steps = {rank: [RankStep(seconds, (*marks(rank), ready))] * 5 for rank in range(2)}
     return CapturedStep.merged(steps, nodes=1, model="m")

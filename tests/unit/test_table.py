@@ -709,7 +709,7 @@ def uneven_all_to_all(comm: mcr.Communicator, part: int) -> list[float]:
 
 
 def select_by(folder: str, **options: str) -> dict[str, Any]:
-    """A configuration that selects by the table in `folder`."""
+    """Return a configuration that selects by the table in `folder`."""
     select = {"table": f"{folder}/table.yaml", **options}
     pipeline = [{"select": select}, {"dispatch": {"timeout": "20s", "check": "every"}}]
     return {"version": 1, "backends": ["mpi", "gloo"], "pipeline": pipeline}
@@ -729,7 +729,7 @@ def by_vector_size(folder: str) -> dict[str, Any]:
 
 
 def by_other_keys(folder: str, *, two_hosts: bool) -> list[str]:
-    """The backends of one operation of each sort, on one host or as if on two."""
+    """Return the backends of one operation of each sort, on one host or as if on two."""
     host = f"host{own_rank() * two_hosts}"
     with (
         mock.patch("mcr_plus.job.init.host_name", return_value=host),

@@ -74,7 +74,7 @@ def keys(draw: st.DrawFn, basis: Basis) -> TableKey:
 def tables(
     draw: st.DrawFn, basis: Basis = "total", *, grouped: bool = False, measured: bool = False
 ) -> Table:
-    """A valid table; its rules may stand in any order that the checks allow, unless `grouped`."""
+    """Return a valid table; its rules may stand in any order that the checks allow, unless `grouped`."""
     chosen = draw(st.lists(keys(basis), min_size=1, max_size=4, unique=True))
     chosen.sort(key=lambda key: sum(other.includes(key) for other in chosen), reverse=True)
     groups = []

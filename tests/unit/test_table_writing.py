@@ -104,7 +104,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def as_read(table: Table) -> Table:
-    """A table with its times as a file has them."""
+    """Return a table with its times as in a file."""
     return replace(table, rules=tuple(replace(rule, measured=rounded(rule.measured)) for rule in table.rules))
 
 

@@ -629,7 +629,7 @@ VALUES = (
 
 
 def kineto(events: Events, rank: int, ranks: int) -> Document:
-    """A trace with all that readers look at outside of events."""
+    """Return a trace with all fields that readers use outside of events."""
     groups = [{"pg_name": "0", "pg_size": ranks, "ranks": list(range(ranks))}, {"pg_name": "1", "ranks": []}]
     info = {"backend": "gloo", "rank": rank, "world_size": ranks, "pg_config": groups}
     return {"schemaVersion": 1, "distributedInfo": info, "host_name": "host", "traceEvents": events}
@@ -716,7 +716,7 @@ def fields(value: Any, at: At = ()) -> Iterator[At]:
 
 
 def distinct(name: str) -> list[tuple[str, int, At]]:
-    """The fields of a format, one of each kind: same events have the same fields."""
+    """Return the fields of a format, one of each kind: same events have the same fields."""
     found: dict[Any, tuple[str, int, At]] = {}
     for number, document in enumerate(FORMATS[name]):
         for at in fields(document):
@@ -733,7 +733,7 @@ FIELDS = list(chain.from_iterable(map(distinct, FORMATS)))
 
 
 def replaced(document: Document, at: At, text: str | None) -> str:
-    """The text of a document with another value at a place, or without it."""
+    """Return the text of a document with another value at a place, or without it."""
     if not at:
         return text or ""
     whole: Any = json.loads(json.dumps(document))

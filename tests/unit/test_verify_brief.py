@@ -151,7 +151,7 @@ class Exchange:
 
 
 def reduced(kind: Kind, op: ReduceOp, dtype: torch.dtype, damage: int = -1) -> list[torch.Tensor]:
-    """The results of a reduction on both ranks; element `damage` changes on its way to rank 0."""
+    """Return the results of a reduction on both ranks; element `damage` changes on its way to rank 0."""
     library = Exchange()
     world = World(library.start)
     values = [torch.tensor([3, 5, -2, 7]).to(dtype) + rank for rank in range(2)]

@@ -46,7 +46,7 @@ def bells() -> list[Wakeups]:
 
 
 def asleep(sleeper: Wakeups, awaited: tuple[int, ...]) -> threading.Thread:
-    """A thread that sleeps until it is rung."""
+    """Return a thread that sleeps until it is rung."""
     sleeper.arm(awaited)
     thread = threading.Thread(target=sleeper.sleep, args=(LONG,))
     thread.start()

@@ -225,7 +225,7 @@ def test_invalid_arguments_of_compile_are_refused() -> None:
 
 
 def trained(plan: str, cuts: str, wrap_first: bool, steps: int) -> dict[str, Any]:
-    """Run on ranks: the report, and how far gradients are from the mean over ranks of an eager twin."""
+    """Run on ranks: the report, and the gradients' error against an eager twin's mean over ranks."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [
         {"fuse": {"plan": plan, "bucket": "2KiB"}},

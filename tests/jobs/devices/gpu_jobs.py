@@ -73,7 +73,7 @@ def reports(library: str, launch: str) -> None:
 
 
 def run_parts(library: str, parts: Mapping[str, Part]) -> None:
-    """Likewise, of these parts."""
+    """Do the same for these parts."""
     late_streams.begin()
     for name, part in parts.items():
         failures, began = Failures(), time.perf_counter()
@@ -199,7 +199,7 @@ def _rounded(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) -
 
 
 def _picked(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) -> str | None:
-    """Some elements are summed, the same on all ranks."""
+    """Check sums of some elements, the same elements on all ranks."""
     kept, exact = got != 0, sum(given)
     if abs(int(kept.sum()) - got.size * 0.05) > 1 + int(np.sum(exact == 0)):
         return f"{int(kept.sum())} of {got.size} elements"
@@ -223,7 +223,7 @@ RANDOM: Final = {"bf16": _rounded, "randk": _picked, "powersgd": _projected}
 def _encoded(
     backends: Sequence[str], device: str, library: str, failures: Failures
 ) -> dict[_Encoded, torch.Tensor]:
-    """The results of all codecs and sizes on a device, in a job of its own."""
+    """Return the results of all codecs and sizes on a device, in a job of its own."""
     results = {}
     with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         for config, count, turn in product(CODECS, (4096, 70_001), range(3)):
@@ -327,7 +327,7 @@ def _mixed(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _fused(backends: Sequence[str], failures: Failures) -> None:
-    """Small operations that travel as one, with and without a codec."""
+    """Test small operations that are fused, with and without a codec."""
     for codec in (None, "bf16"):
         stages: list[dict[str, Any]] = [{"fuse": {}}]
         stages += [{"compress": {"codec": codec}}] if codec else []
@@ -367,7 +367,7 @@ def _expected_gradients(size: int) -> list[torch.Tensor]:
 
 
 def _training(backends: Sequence[str], failures: Failures) -> None:
-    """Gradients in `mcr.wrap`, with and without a codec."""
+    """Test gradients in `mcr.wrap`, with and without a codec."""
     for codec, error in ((None, 1e-5), ("bf16", 2e-2), ("int8_block", 2e-2)):
         stages = [{"compress": {"codec": codec}}] if codec else []
         config = {
@@ -392,7 +392,7 @@ def _compare_gradients(name: str, model: nn.Module, size: int, error: float, fai
 
 
 def _in_torch(backends: Sequence[str], failures: Failures) -> None:
-    """torch's DDP and its functions on tensors of the device, with the backend `mcr`."""
+    """Test torch's DDP and its functions on tensors of the device, with the backend `mcr`."""
     with group_of_torch(with_host(backends)) as (rank, size):
         model = DistributedDataParallel(_small_model().to(DEVICE))
         for _ in range(3):

@@ -35,7 +35,7 @@ class _Function(ctypes.Structure):
 
 
 def missing() -> str | None:
-    """Why there is no simulated accelerator here; None if there is one."""
+    """Return the reason why there is no simulated accelerator here, or None."""
     spec = find_spec("torch_openreg")
     if spec is None or spec.origin is None:
         return "torch_openreg is not installed (docs/gpu.md)"

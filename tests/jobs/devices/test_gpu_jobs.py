@@ -22,7 +22,7 @@ LIBRARIES: Final = ("gloo", "msccl", "mpi", "nccl")
 
 
 def _missing(library: str) -> str | None:
-    """Why two ranks on this machine cannot use a library."""
+    """Return the reason why two ranks on this machine cannot use a library."""
     if library == "mpi" and not mpi_usable():
         return "needs mpi4py and an MPI launcher"
     if library == "nccl" and torch.cuda.device_count() < 2 and load().version < (2, 30):

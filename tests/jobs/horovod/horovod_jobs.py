@@ -24,7 +24,7 @@ SHAPES: Final = ((), (7,), (5, 3), (0, 4))
 
 
 def values(rank: int, *shape: int, salt: int = 0) -> Array:
-    """A rank's input: whole numbers, so that sums are exact in every dtype, both signs."""
+    """Return a rank's input: whole numbers, so that sums are exact in every dtype, both signs."""
     return np.random.default_rng(1000 * salt + rank).integers(-9, 10, shape).astype(np.float64)
 
 

@@ -18,7 +18,7 @@ RANK, STARTED_AGAIN = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
 
 
 def _began() -> float:
-    """When the supervisor has started this, in seconds since the start of the machine, to a hundredth."""
+    """Return the start of this process, in seconds since the machine's boot, to a hundredth."""
     fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 

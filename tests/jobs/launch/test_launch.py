@@ -86,7 +86,7 @@ class Run:
         return self.process.wait(limit)
 
     def job(self) -> str:
-        """The job's name, from the folder it has in the temporary directory."""
+        """Return the job's name, from the folder it has in the temporary directory."""
         return next(self.output.parent.glob("mcr-job-*")).name
 
 
@@ -467,7 +467,7 @@ TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 3, in <m
 
 
 def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") -> RankState:
-    """A rank that has reported an exception and ended."""
+    """Return a rank that has reported an exception and ended."""
     state = RankState(rank, code=1, ended=2.0 + rank)
     report = {
         "time": 1.0 + rank,
@@ -1210,7 +1210,7 @@ def test_no_rank_waits_in_mpi_for_one_that_is_no_rank_of_it() -> None:
 
 
 def _little_shared_memory() -> tuple[MpiLauncher, list[str]]:
-    """The MPI here, and how to start a program with 1 MiB of /dev/shm."""
+    """Return the MPI here, and how to start a program with 1 MiB of /dev/shm."""
     launcher = mpi_flavour() if mpi_usable() else None
     if launcher is None or launcher.name not in ("Open MPI", "MPICH"):
         pytest.skip("needs Open MPI or MPICH")

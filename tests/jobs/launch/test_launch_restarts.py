@@ -39,7 +39,7 @@ def starts(run: Run) -> list[tuple[int, int]]:
 
 
 def told(run: Run) -> list[str]:
-    """The launcher's own lines."""
+    """Return the launcher's own lines."""
     return [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
 
 

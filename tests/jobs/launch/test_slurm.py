@@ -130,7 +130,7 @@ def test_a_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def shared_files(process: Path) -> set[str]:
-    """The files in shared memory that a process has mapped."""
+    """Return the files in shared memory that a process has mapped."""
     lines = (process / "maps").read_text().splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
 

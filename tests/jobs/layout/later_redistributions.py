@@ -22,7 +22,7 @@ from mcr_plus.layout import Layout
 
 
 def caught(call: Callable[[], Any]) -> tuple[str, str]:
-    """The error of a call, and its message."""
+    """Return the error of a call, and its message."""
     try:
         call()
     except mcr.McrError as error:

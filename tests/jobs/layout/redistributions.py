@@ -51,7 +51,7 @@ class Report:
 
 
 def job(backend: str) -> mcr.Communicator:
-    """The job of the tests, on one library."""
+    """Return the job of the tests, on one library."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "60s"}}]
     return mcr.init({"version": 1, "backends": [backend], "pipeline": stages})
@@ -61,7 +61,7 @@ def job(backend: str) -> mcr.Communicator:
 
 
 def full(side: Side, dtype: torch.dtype, salt: int) -> list[reference.Array]:
-    """The addends of the global tensor, flattened."""
+    """Return the addends of the global tensor, flattened."""
     volume = int(np.prod(side.shape, dtype=np.int64))
     product = side.layout.op == "PRODUCT"
     return [
@@ -70,7 +70,7 @@ def full(side: Side, dtype: torch.dtype, salt: int) -> list[reference.Array]:
 
 
 def local(side: Side, rank: int, dtype: torch.dtype, salt: int) -> torch.Tensor | None:
-    """A rank's local tensor of a source; None where it has no part."""
+    """Return a rank's local tensor of a source; None where it has no part."""
     if rank not in side.tensors:
         return None
     values = full(side, dtype, salt)[side.addend_of[rank]]

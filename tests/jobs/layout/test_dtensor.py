@@ -57,7 +57,7 @@ def job() -> Iterator[None]:
 
 
 def distributed(mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, int] = SHAPE) -> DTensor:
-    """The values, with addends that sum to them where placements are partial."""
+    """Return the values, with addends that sum to them where placements are partial."""
     complete = [R if each.is_partial() else each for each in placements]
     found = placed(values(*shape), mesh, complete)
     counts = [mesh.size(at) for at, each in enumerate(placements) if each.is_partial()]

@@ -131,7 +131,7 @@ SOME = (
 
 
 def failures(every: bool) -> list[str]:
-    """The pairs that have failed on this rank."""
+    """Return the pairs that have failed on this rank."""
     failed = []
     with mcr.init() as comm:
         known = layouts(comm.size)

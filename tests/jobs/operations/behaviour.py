@@ -44,24 +44,24 @@ def mine(
 def everyones(
     comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT
 ) -> list[Array]:
-    """The inputs of all ranks."""
+    """Return the inputs of all ranks."""
     return [inputs(dtype, rank, (count,), salt) for rank in range(comm.size)]
 
 
 def summed(comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT) -> Array:
-    """The sum of all ranks' inputs."""
+    """Return the sum of all ranks' inputs."""
     return reduced(everyones(comm, count, salt, dtype), "SUM")
 
 
 def possible_backends(comm: mcr.Communicator, backend: str | None) -> set[str]:
-    """The libraries that may have been used: where none is named, tables choose by kind and size."""
+    """Return the libraries that may have run: without a named library, tables choose by kind and size."""
     if comm.size == 1:
         return {"local"}
     return set(mcr.get_backends()) if backend is None else {backend}
 
 
 def started(work: mcr.Work | None) -> mcr.Work:
-    """The handle that an asynchronous call must return."""
+    """Check and return the handle of an asynchronous call."""
     assert work is not None
     return work
 
@@ -225,7 +225,7 @@ def _codec_as_mapping(comm: mcr.Communicator, backend: str | None, failures: Fai
 
 
 def messages(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Tags out of order, any source, batches, sub-groups, sizes of zero."""
+    """Test tags out of order, any source, batches, sub-groups, sizes of zero."""
     backwards = mcr.new_group(list(range(comm.size))[::-1])
     for backend in backends:
         for group in (comm, backwards):
@@ -543,7 +543,7 @@ def _torch_reduce_ops(comm: mcr.Communicator, backend: str | None, failures: Fai
 
 
 def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Inputs that share memory with outputs."""
+    """Test inputs that share memory with outputs."""
     size, me = comm.size, comm.rank
     for backend in backends:
         parts = everyones(comm)
@@ -666,7 +666,7 @@ def _infos(comm: mcr.Communicator, backend: str | None, failures: Failures) -> N
 
 
 def _mixed(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Operations of all libraries in flight together, on two groups."""
+    """Run operations of all libraries together in flight, on two groups."""
     other = mcr.new_group(list(range(comm.size))[::-1])
     flying = []
     for turn in range(8):
@@ -711,7 +711,7 @@ def dropped(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
 
 
 def groups(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Ranks of groups, ranks in arguments, splits, and who is no member."""
+    """Test ranks of groups, ranks in arguments, splits, and ranks outside a group."""
     size, me = comm.size, comm.rank
     backwards = mcr.new_group(list(range(size))[::-1])
     failures.expect(
@@ -753,7 +753,7 @@ def groups(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
 
 
 def beside_torch(folder: str, backends: Backends, failures: Failures) -> None:
-    """A default process group of torch.distributed, made before or after ours, and used between."""
+    """Use a default process group of torch.distributed, made before or after the library's job."""
     rank, size = _who()
     kept = []  # torch 2.6 may hang when it destroys a group of gloo that has the last reference to a tensor
 

@@ -26,7 +26,7 @@ def values(rank: int, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
 
 
 def once(case: Case, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor after it has been encoded and decoded."""
+    """Return a tensor after it has been encoded and decoded."""
     codec = case.make_payload()
     if not tensor.numel():
         return tensor.clone()

@@ -121,7 +121,7 @@ class Scene:
 
     @property
     def root_rank(self) -> int:
-        """The root as arguments name it: a rank of the whole job."""
+        """Return the root in the form of arguments: a rank of the whole job."""
         return self.comm.ranks[self.root]
 
     def call(self, *args: Any, **keywords: Any) -> Any:
@@ -139,13 +139,13 @@ class Scene:
         return getattr(mcr, name)(*args, group=group, **keywords)
 
     def data(self, rank: int, shape: Shape | None = None, part: int = 0) -> Array:
-        """A rank's input."""
+        """Return a rank's input."""
         chosen = self.shape if shape is None else shape
         case = self.case
         return inputs(case.dtype, rank, chosen, case.salt % 97 + 100 * part, product=case.op == "PRODUCT")
 
     def rows(self, count: int) -> Shape:
-        """The case's shape with another dim 0."""
+        """Return the case's shape with another dim 0."""
         return (count, *self.shape[1:])
 
     def stacked(self) -> Shape:
@@ -153,13 +153,13 @@ class Scene:
         return (len(self.ranks), *self.shape)
 
     def lay(self, values: Array) -> torch.Tensor:
-        """An input or in-place tensor with the case's layout."""
+        """Return an input or in-place tensor with the case's layout."""
         laid = Laid(values, self.case.dtype, self.layout)
         self.checks.append(laid.spilled)
         return laid.tensor
 
     def lay_all(self, values: Sequence[Array]) -> list[torch.Tensor]:
-        """A list of tensors; neighbours in memory where the layout says so."""
+        """Return a list of tensors; neighbours in memory where the layout says so."""
         if self.layout == "neighbours":
             return neighbours(values, self.case.dtype)
         return [self.lay(value) for value in values]
@@ -199,7 +199,7 @@ class Scene:
         self.checks.append(lambda: (d := difference(tensor, values)) and f"an input was changed: {d}")
 
     def reduced(self, shape: Shape | None = None, part: int = 0) -> tuple[Array, Array]:
-        """The reduction of all ranks' inputs, and how far the result may be off."""
+        """Return the reduction of all ranks' inputs, and the permitted error."""
         op = self.case.op or "SUM"
         value = reduced([self.data(rank, shape, part) for rank in self.ranks], op)
         # Sums of the inputs are exact; a mean is rounded once, after a division in the dtype or a wider one.
@@ -324,7 +324,7 @@ def _scatter_v(s: Scene) -> Any:
 
 
 def _ring(s: Scene) -> Any:
-    """Everyone sends to the next rank. Sends come first on some ranks and second on others."""
+    """Send from every rank to the next. Sends come first on some ranks and second on others."""
     left, right = (s.comm.ranks[(s.me + step) % len(s.ranks)] for step in (-1, 1))
     source, target = s.source(s.data(s.me)), s.target(s.data((s.me - 1) % len(s.ranks)))
     backend = s.case.backend
@@ -351,7 +351,7 @@ def _ring(s: Scene) -> Any:
 
 
 def _uneven(s: Scene, rank: int) -> Shape:
-    """The shape of a rank's part: some have no rows, a scalar stays one."""
+    """Return the shape of a rank's part: some have no rows, a scalar stays one."""
     return s.rows((2 * rank + s.case.salt) % 4) if s.shape else ()
 
 

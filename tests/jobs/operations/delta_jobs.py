@@ -21,7 +21,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def moved(values: torch.Tensor, seed: int, share: float) -> torch.Tensor:
-    """A share of the elements moved by one step of their bits."""
+    """Move a share of the elements by one step of their bits."""
     draw = torch.Generator().manual_seed(seed)
     chosen = torch.rand(values.shape, generator=draw) < share
     if values.dtype is torch.bool:
@@ -191,7 +191,7 @@ def damaged(kind: str) -> list[list[str]]:
 
 
 def another_base() -> list[Any]:
-    """The receiver of messages holds other bits, and a higher version, than the sender has sent to it."""
+    """The receiver of messages holds other bits, and a higher version, than the sender sent."""
     with mcr.init(backends=["gloo"]) as comm:
         x, found = first(torch.float32, 20_000, 0), []
         for call in range(4):

@@ -33,13 +33,13 @@ FED_BACK: list[dict[str, Any]] = [
 
 
 def drawn(rank: int, step: int) -> torch.Tensor:
-    """A rank's values in a step."""
+    """Return a rank's values in a step."""
     random = np.random.default_rng([rank, step])
     return torch.tensor(random.standard_normal(SHAPE), dtype=torch.float32)
 
 
 def mean_of(ranks: int, steps: range) -> F64:
-    """The sum over steps of the mean over ranks."""
+    """Return the sum over steps of the mean over ranks."""
     total: F64 = np.sum([f64(drawn(rank, step)) for step in steps for rank in range(ranks)], 0) / ranks
     return total
 
@@ -52,7 +52,7 @@ def left_over(state: dict[str, Any], tag: str) -> F64:
 
 
 def off(got: F64, expected: F64) -> float:
-    """The relative L2 norm of a difference."""
+    """Return the relative L2 norm of a difference."""
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 

@@ -57,7 +57,7 @@ def tensor(rank: int, dtype: torch.dtype, count: int, salt: int, *, product: boo
 
 
 def reduced_cases(dtypes: Dtypes) -> Iterator[tuple[ReduceOp, torch.dtype, int]]:
-    """Every op and dtype that has a meaning, in every size."""
+    """Return the cases of every valid op and dtype, in every size."""
     for op in REDUCE_OPS:
         for dtype in REDUCIBLE[op]:
             if dtype in dtypes:
@@ -130,7 +130,7 @@ def movements(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> Non
 
 
 def in_flight(comm: mcr.Communicator, failures: Failures, _: Dtypes) -> None:
-    """Many at once, of all kinds, waited for in another order on every rank."""
+    """Run many operations of all kinds at once, waited for in another order on every rank."""
     works: list[tuple[str, mcr.Work, Callable[[], str | None]]] = []
     for turn in range(4 * len(HIERARCHICAL)):
         count, root = 1031 + turn, turn % comm.size

@@ -191,7 +191,7 @@ def _redistributed(comm: mcr.Communicator, failures: Failures, dtype: torch.dtyp
 
 
 def _range(extent: int, size: int, rank: int) -> slice:
-    """The part of a dimension that a rank has, as torch divides it."""
+    """Return the part of a dimension that a rank has, as torch divides it."""
     width = -(-extent // size)
     return slice(min(rank * width, extent), min((rank + 1) * width, extent))
 

@@ -34,7 +34,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def values(rank: int, numel: int, salt: int, dtype: torch.dtype, choices: Array = SPECIAL) -> Array:
-    """The values of a rank. Six in seven are numbers, so that not all of a long vector is NaN."""
+    """Return the values of a rank. Six in seven are numbers, so that not all of a long vector is NaN."""
     bits = _mixed(rank, numel, salt)
     rare = bits >> np.uint64(40)
     found = choices[(bits % np.uint64(len(choices))).astype(np.int64)]

@@ -501,7 +501,7 @@ def refused() -> dict[str, Any]:
 
 
 def _good(comm: mcr.Communicator, name: str, failures: Failures) -> int:
-    """A correct operation; its number."""
+    """Return a correct operation; its number."""
     tensor = torch.tensor([float(comm.rank + 1)])
     work = comm.all_reduce(tensor, async_op=True)
     assert work is not None

@@ -109,7 +109,7 @@ def _check(wrong: list[str], layout: str, kind: str, tensor: torch.Tensor, expec
 
 
 def _overlapping(comm: mcr.Communicator, step: int) -> list[str]:
-    """An output that contains its input, after calls of the same shapes that did not overlap."""
+    """Return an output that contains its input, after calls of the same shapes that did not overlap."""
     rank, size = comm.rank, comm.size
     own = [_values(each, N, step) for each in range(size)]
     whole = [_values(each, N * size, step) for each in range(size)]

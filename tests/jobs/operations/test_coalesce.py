@@ -22,7 +22,7 @@ def values(rank: int, index: int, numel: int) -> np.ndarray[Any, np.dtype[np.int
 
 
 def laid(content: np.ndarray[Any, np.dtype[np.int64]], dtype: torch.dtype, index: int) -> torch.Tensor:
-    """A tensor with this content; every third strided."""
+    """Return a tensor with this content; every third strided."""
     tensor = torch.from_numpy(content).to(dtype)
     return torch.stack([tensor, tensor + 1], 1)[:, 0] if index % 3 == 0 else tensor
 

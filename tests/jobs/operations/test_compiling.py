@@ -437,7 +437,7 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kernels() -> list[Any]:
-    """The functions of the package that numba compiles where they are called."""
+    """Return the functions of the package that numba compiles where they are called."""
     from numba.core.dispatcher import Dispatcher  # some ranks must not have numba
 
     found: dict[int, Any] = {}

@@ -50,7 +50,7 @@ def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> N
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[float]]]:
-    """A checkpoint of four ranks, and the sums of their results until then."""
+    """Return a checkpoint of four ranks, and the sums of their results until then."""
     path = str(tmp_path_factory.mktemp("state") / "state.pt")
     return path, run_ranks(saves, 4, args=[path, 5])[0].value
 

@@ -77,7 +77,7 @@ def groups_of(size: int) -> list[list[int]]:
 
 
 def draw(seed: int, size: int, backends: tuple[str, ...]) -> list[Step]:
-    """The program of a seed."""
+    """Return the program of a seed."""
     random_ = random.Random(seed)
     steps = []
     for number in range(random_.randint(4, 12)):

@@ -35,7 +35,7 @@ GLOO_S = 0.2
 
 
 def _begin() -> mcr.Communicator:
-    """A world of ranks that take themselves for ranks of two hosts."""
+    """Return a world of ranks that take themselves for ranks of two hosts."""
     with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank()}"):
         return mcr.init(CONFIG)
 

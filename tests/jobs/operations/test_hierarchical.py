@@ -391,7 +391,7 @@ def test_results(ranks: int, backends: list[str], options: dict[str, Any], every
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    """The failures on four ranks with two nodes of two, by section."""
+    """Return the failures on four ranks with two nodes of two, by section."""
     return [result.value for result in run_ranks(four_ranks, 4, via="torch", timeout=300)]
 
 

@@ -120,7 +120,7 @@ class Case:
         self.check(found, wanted, self.what)
 
     def blocks(self, rank: int) -> torch.Tensor:
-        """The elements of `rank` for each rank."""
+        """Return the elements of `rank` for each rank."""
         return torch.cat([self.base + 100 * other + rank for other in self.ranks])
 
     def run(self) -> None:

@@ -41,7 +41,7 @@ def values(rank: int, count: int, salt: int) -> np.ndarray:
 
 
 def expected_of(kind: Kind, parts: list[np.ndarray], rank: int, op: ReduceOp, root: int) -> np.ndarray | None:
-    """The expected output of a rank, in numpy; None without one."""
+    """Return the expected output of a rank, in numpy; None without one."""
     if kind in ("all_reduce", "reduce", "reduce_scatter"):
         whole: np.ndarray = np.sum(parts, axis=0) if op == "SUM" else np.max(parts, axis=0)
         if kind == "reduce_scatter":
@@ -86,7 +86,7 @@ def sizes_of(algorithm: Algorithm, width: int) -> list[int]:
 
 
 def runs(file: str) -> list[str]:
-    """The failures, and at the end the number of compared calls."""
+    """Return the failures, and at the end the number of compared calls."""
     algorithm = read_algorithm(Path(file))
     kind, name, root = KINDS[algorithm.collective], f"msccl:{Path(file).stem}", algorithm.root
     found, calls = [], 0

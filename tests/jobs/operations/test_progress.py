@@ -318,7 +318,7 @@ def test_operations_in_place_share_a_message_but_not_while_it_is_in_use() -> Non
 
 
 def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
-    """An operation of a group of its own, deferred if it follows another one."""
+    """Return an operation of a group of its own, deferred if it follows another one."""
     group: Any = SimpleNamespace(
         board=Noted(), publish=lambda: None, fail=lambda error, sequence: None, unfinished=set()
     )

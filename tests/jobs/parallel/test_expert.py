@@ -98,7 +98,7 @@ def expected(case: Case, ranks: int, dtype: torch.dtype, weighted: bool = True) 
 
 
 def answers_of(routed: expert.Dispatched, matrices: torch.Tensor) -> torch.Tensor:
-    """The local experts', each of all its rows at once."""
+    """Return the outputs of the local experts, each for all its rows at once."""
     assert (
         list(routed.routing.local_experts)
         == list(range(len(matrices)))[routed.routing.local_experts.start : routed.routing.local_experts.stop]
@@ -263,7 +263,7 @@ def test_without_mpi() -> None:
 
 
 def count_operations() -> list[dict[str, Any]]:
-    """The operations of a step, by the way counts travel, and their bytes."""
+    """Return the operations of a step, by the way counts travel, and their bytes."""
     torch.set_num_threads(1)
     found = []
     with mcr.init(backends=["gloo"]) as comm:

@@ -134,7 +134,7 @@ def check_convolutions(comm: mcr.Communicator, every: int) -> int:
 def with_halo(
     x: torch.Tensor, layout: mcr.Layout, widths: Sequence[int], periodic: bool, rank: int
 ) -> torch.Tensor:
-    """A rank's box with its halo, by torch's own indexing."""
+    """Return a rank's box with its halo, by torch's own indexing."""
     pieces = layout.pieces(rank)
     if not len(pieces):
         return x.new_zeros(layout.locals[rank])
@@ -198,7 +198,7 @@ def check_types(comm: mcr.Communicator) -> None:
 
 
 def networks(layout: mcr.Layout | None) -> nn.Sequential:
-    """A small network on the whole tensor, or spread; the same parameters."""
+    """Return a small network on the whole tensor, or spread; the same parameters."""
     torch.manual_seed(5)
     layers: list[Any] = []
 

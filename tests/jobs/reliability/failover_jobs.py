@@ -32,13 +32,13 @@ KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all"
 
 
 def config(*backends: str, **options: Any) -> dict[str, Any]:
-    """A pipeline with failover."""
+    """Return a pipeline with failover."""
     dispatch = {"failover": True, "timeout": "20s", **options}
     return {"version": 1, "backends": list(backends), "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
 
 
 def channel_of(name: str) -> failover.FailoverChannel:
-    """The library of the group of all ranks, with its second one."""
+    """Return the library of the group of all ranks, with its second one."""
     slot = current().communicator.opened.runtime.channels[name]
     assert isinstance(slot.channel, failover.FailoverChannel)
     return slot.channel
@@ -223,7 +223,7 @@ def never_done(start: Start) -> Start:
 
 
 def with_changed_inputs(backends: list[str]) -> dict[str, Any]:
-    """Rank 0 has its result and changes input and output, while another rank has not got it yet."""
+    """Rank 0 has its result and changes input and output, while another rank still waits for its result."""
     with mcr.init(config(*backends)) as comm:
         if comm.rank:
             bind = channel_of(backends[0])._own.bind
@@ -351,12 +351,12 @@ class _Weighted(torch.nn.Module):
 
 
 def gradient_of(param: torch.Tensor, number: int, rank: int) -> torch.Tensor:
-    """The gradient of a parameter in a pass; means over up to eight ranks are exact."""
+    """Return the gradient of a parameter in a pass; means over up to eight ranks are exact."""
     return 8.0 * values(rank, number, param.numel()).view(param.shape).float()
 
 
 def _with_hook(way: str) -> tuple[torch.nn.Module, Any]:
-    """A model and its optimizer, by one of our ways to average gradients."""
+    """Return a model and its optimizer, by one of our ways to average gradients."""
     model: torch.nn.Module = _Weighted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if way.startswith("wrap"):
@@ -436,7 +436,7 @@ def _break_once_ahead(channel: failover.FailoverChannel) -> None:
 
 
 def persistent(backends: list[str]) -> dict[str, Any]:
-    """The sums of a persistent operation that runs three times, by both of its ways."""
+    """Return the sums of a persistent operation that runs three times, by both of its ways."""
     sums = []
     with mcr.init(config(*backends)) as comm:
         value = torch.ones(1)

@@ -31,7 +31,7 @@ from mcr_plus.reliability.verify.steps import VerifiedStep
 
 
 def config(*backends: str, verify: Any = "every", **options: Any) -> dict[str, Any]:
-    """A pipeline with verification."""
+    """Return a pipeline with verification."""
     dispatch = {"verify": verify, "timeout": "20s", **options}
     return {"version": 1, "backends": list(backends), "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
 
@@ -46,7 +46,7 @@ SIZES: Final = (1, 5, 300, 9_000, 70_000)
 
 
 def verified(name: str) -> VerifiedChannel:
-    """The library of the group of all ranks."""
+    """Return the library of the group of all ranks."""
     channel = current().communicator.opened.runtime.channels[name].channel
     assert isinstance(channel, VerifiedChannel)
     return channel
@@ -116,7 +116,7 @@ class Flipper:
 def case(
     kind: Kind, rank: int, ranks: int, size: int, dtype: torch.dtype, root: int, backend: str
 ) -> Message:
-    """An operation of a library, as the pipeline would hand it over."""
+    """Return an operation of a library, as the pipeline would hand it over."""
     row = collective(kind)
     is_root = rank == root
     uneven = kind in VECTOR

@@ -18,7 +18,7 @@ from mcr_plus.job import init as runtime
 
 
 def config(compress: dict[str, Any], *rules: dict[str, Any], **fuse: Any) -> dict[str, Any]:
-    """A pipeline with a codec, and fusion of all kinds."""
+    """Return a pipeline with a codec, and fusion of all kinds."""
     kinds = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
     stages = [{"fuse": {"kinds": kinds, **fuse}}, {"compress": compress}, {"select": {}}]
     return {
@@ -29,7 +29,7 @@ def config(compress: dict[str, Any], *rules: dict[str, Any], **fuse: Any) -> dic
 
 
 def near(got: torch.Tensor, expected: F64) -> float:
-    """The relative L2 norm of the difference."""
+    """Return the relative L2 norm of the difference."""
     return float(np.linalg.norm(f64(got) - expected) / np.linalg.norm(expected))
 
 
@@ -141,13 +141,13 @@ class Scales(nn.Module):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """A rank's inputs in a step."""
+    """Return a rank's inputs in a step."""
     random = np.random.default_rng([rank, step, 9])
     return torch.tensor(random.standard_normal((16, 20)), dtype=torch.float32)
 
 
 def true_gradients(ranks: int, step: int) -> dict[str, F64]:
-    """The mean over ranks, by one process without any of ours."""
+    """Return the mean over ranks, by one process without any of ours."""
     model = Scales().double()
     for rank in range(ranks):
         (model(batch(rank, step).double()) / ranks).backward()
@@ -199,7 +199,7 @@ def trained(ways: list[dict[str, Any]], via: str) -> list[dict[str, Any]]:
 
 
 def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
-    """The loss, and whether ranks agree."""
+    """Return the loss, and whether ranks agree."""
     with mcr.init(config(compress, bucket="8KiB", first_bucket="4KiB")) as comm:
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(
@@ -243,7 +243,7 @@ def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
 
 
 def losses(ways: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    """The losses of a model, a normalised layer between two others, trained with several codecs."""
+    """Return the losses of a model, a normalised layer between two others, trained with several codecs."""
     torch.set_num_threads(1)
     found = []
     for compress in ways:

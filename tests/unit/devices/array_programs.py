@@ -42,7 +42,7 @@ def in_turn(rank: Any, *, states: bool = True, **how: Any) -> Values:
 
 
 def in_flight(rank: Any, *, states: bool = True, **how: Any) -> Values:
-    """Issued under one of the library's streams, waited for and read under another."""
+    """Issue under one of the library's streams, wait and read under another."""
     cupy, read = rank.library(states=states), Values()
     one, other = rank.stream(), rank.stream()
     for salt in range(2):
@@ -75,7 +75,7 @@ def polled(rank: Any, **how: Any) -> Values:
 
 
 def dropped(rank: Any, **how: Any) -> Values:
-    """Arrays and handles that the program lets go of while operations are in flight."""
+    """Drop arrays and handles while operations are in flight."""
     cupy = rank.library()
     works = [rank.comm.all_reduce(cupy.array(given(rank.rank)), async_op=True, **how) for _ in range(2)]
     rank.step()
@@ -110,7 +110,7 @@ def with_tensors(rank: Any, **how: Any) -> Values:
 
 
 def persistent(rank: Any, *, states: bool = True, **how: Any) -> Values:
-    """Bound once, started and called under other streams of the library."""
+    """Bind once, start and call under other streams of the library."""
     cupy, read = rank.library(states=states), Values()
     x = cupy.array(given(rank.rank))
     run = rank.comm.persistent("all_reduce", x, **how)
@@ -182,7 +182,7 @@ class Kinds:
         return self.read
 
     def messages(self) -> None:
-        """Rings of messages, and a batch; every rank sends before it receives."""
+        """Pass messages in rings, and a batch; every rank sends before it receives."""
         right, left = ((self.rank.rank + by) % self.rank.size for by in (1, -1))
         comm, out = self.comm, [self.zeros(COUNT) for _ in range(2)]
         sent = comm.isend(self.mine(), right)

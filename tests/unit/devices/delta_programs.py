@@ -24,7 +24,7 @@ def value(rank: int, turn: int, count: int = COUNT) -> Values:
 
 
 def broadcasts(rank: Any, **how: Any) -> Values:
-    """Issued under one stream and waited for under another, with the next call in flight."""
+    """Issue under one stream and wait under another, with the next call in flight."""
     one, other, read, flying = rank.stream(), rank.stream(), Values(), list[Any]()
     for turn in range(TURNS):
         with rank.under(one):

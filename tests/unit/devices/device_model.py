@@ -309,7 +309,7 @@ class Machine:
                 self.in_background = before
 
     def host(self) -> int:
-        """The calling thread, as a stream of the detector."""
+        """Return the calling thread, as a stream of the detector."""
         number: int | None = getattr(self._hosts, "number", None)
         if number is None:
             number = self._hosts.number = self.detector.new(f"host {threading.current_thread().name}")

@@ -24,12 +24,12 @@ Options = dict[str, Any]
 
 
 def given(rank: int, salt: int = 0, count: int = COUNT) -> Values:
-    """A rank's input."""
+    """Return a rank's input."""
     return [float((rank + 1) * (index + 1) + salt) for index in range(count)]
 
 
 def total(size: int, salt: int = 0, count: int = COUNT) -> Values:
-    """The sum over ranks."""
+    """Return the sum over ranks."""
     return [sum(column) for column in zip(*(given(rank, salt, count) for rank in range(size)), strict=True)]
 
 
@@ -94,7 +94,7 @@ def in_turn(rank: Rank, **how: Any) -> Values:
 
 
 def in_flight(rank: Rank, **how: Any) -> Values:
-    """Several operations at a time, waited for in their order."""
+    """Have several operations in flight; wait for them in their order."""
     tensors = [rank.tensor(given(rank.rank, salt)) for salt in range(3)]
     works = []
     for x in tensors:
@@ -143,7 +143,7 @@ def in_flight_on_streams(rank: Rank, **how: Any) -> Values:
 
 
 def polled(rank: Rank, **how: Any) -> Values:
-    """Polled under a stream, then waited for under another."""
+    """Poll under a stream, then wait under another."""
     one = rank.stream()
     x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
     works = [rank.comm.all_reduce(each, async_op=True, **how) for each in (x, y)]
@@ -157,7 +157,7 @@ def polled(rank: Rank, **how: Any) -> Values:
 
 
 def dropped(rank: Rank, **how: Any) -> Values:
-    """Tensors and handles that the program lets go while operations are in flight."""
+    """Drop tensors and handles while operations are in flight."""
     x = rank.tensor(given(rank.rank))
     work = rank.comm.all_reduce(x, async_op=True, **how)
     del x
@@ -240,7 +240,7 @@ def kinds_give(rank: int, size: int) -> Values:
 
 
 def messages(rank: Rank, **how: Any) -> Values:
-    """A ring of sends and receives; every rank sends before it receives."""
+    """Send and receive in a ring; every rank sends before it receives."""
     right, left = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
     x, out = rank.tensor(given(rank.rank)), rank.tensor([0.0] * COUNT)
     sent = rank.comm.isend(x, right, **how)
@@ -267,7 +267,7 @@ def in_order(rank: Rank, **how: Any) -> Values:
 
 
 def coalesced(rank: Rank, **how: Any) -> Values:
-    """Packed on one stream, waited for on another; the buffer comes again on the first."""
+    """Pack on one stream, wait on another; the buffer is reused on the first."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -289,7 +289,7 @@ def coalesced(rank: Rank, **how: Any) -> Values:
 
 
 def reused(rank: Rank, **how: Any) -> Values:
-    """Buckets that are sent under one stream and waited for under another: their memory comes again."""
+    """Send buckets under one stream and wait under another: their memory is reused."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):

@@ -117,7 +117,7 @@ class Rank:
             self.job.yields(paused=True)
 
     def read(self, tensor: torch.Tensor) -> list[float]:
-        """The values, read by the current stream."""
+        """Return the values, read by the current stream."""
         values: list[float] = tensor.tolist()
         return values
 
@@ -211,7 +211,7 @@ class Job:
 
     @property
     def _now(self) -> Actor:
-        """The rank that has its turn."""
+        """Return the rank that has its turn."""
         assert self._turns is not None
         assert self._turns.now is not None
         return self._turns.now

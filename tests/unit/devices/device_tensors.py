@@ -165,7 +165,7 @@ def _kernel(func: Any, args: Any, kwargs: Any) -> Any:
 def _accesses(
     home: FakeStreams, schema: Any, args: Any, kwargs: Any
 ) -> tuple[list[torch.Tensor], list[Range], list[Range]]:
-    """The tensors among the arguments of an operation, and the memory that it reads and writes."""
+    """Return the tensors among the arguments of an operation, and the memory that it reads and writes."""
     given, reads, writes = list[torch.Tensor](), list[Range](), list[Range]()
     named = [*zip(schema.arguments, args, strict=False)]
     named += [(each, kwargs[each.name]) for each in schema.arguments[len(args) :] if each.name in kwargs]

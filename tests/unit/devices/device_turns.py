@@ -174,7 +174,7 @@ class Turns:
         return now
 
     def _beside(self, now: Actor) -> set[int]:
-        """The threads of the same rank that can have turns, itself too."""
+        """Return the threads of the same rank that can have turns, including this one."""
         return {at for at, each in enumerate(self.actors) if each.home is now.home and each.is_awake}
 
     def _turn(self, able: Sequence[Actor]) -> Turn:
@@ -187,7 +187,7 @@ class Turns:
         return Turn([self.actors.index(each) for each in able], needs)
 
     def those_of(self, shared: Iterable[Shared]) -> set[int]:
-        """The actors of the ranks that may change something."""
+        """Return the actors of the ranks that may change an object."""
         found = set[int]()
         for each in shared:
             for at, actor in enumerate(self.actors):

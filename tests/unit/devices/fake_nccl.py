@@ -77,7 +77,7 @@ class Task:
     unit: Unit | None = None
 
     def ranges(self) -> tuple[list[Range], list[Range]]:
-        """The memory that it reads and writes on its rank."""
+        """Return the memory that the task reads and writes on its rank."""
         size = self.comm.size
 
         def at(address: int | None, count: int, dtype: int) -> list[Range]:
@@ -141,7 +141,7 @@ class Simulator(Machine):
         self._texts: list[Any] = []
 
     def library(self, *without: str) -> Any:
-        """An object to use as a CDLL; `without` names functions that it shall lack."""
+        """Return an object to use as a CDLL; `without` names missing functions."""
 
         class Library:
             pass

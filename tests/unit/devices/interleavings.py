@@ -60,7 +60,7 @@ class _Decision:
     vain: list[int] = field(default_factory=list)  # put off
 
     def next(self, *, reduced: bool) -> int | None:
-        """The next choice, None if all have been made that may show something new."""
+        """Return the next choice, or None after the last choice that may show something new."""
         if not reduced or self.turn is None:
             return self.choice + 1 if self.choice + 1 < self.count else None
         tried, able = [*self.tried, self.choice], self.turn.able

@@ -41,7 +41,7 @@ class Detector:
         self._ends: dict[int, int] = {}
 
     def new(self, name: str = "") -> int:
-        """A number for a stream or an event."""
+        """Return a number for a stream or an event."""
         self._ids += 1
         self._names[self._ids] = name
         return self._ids
@@ -129,7 +129,7 @@ class Detector:
 
 
 def _place(access: Any) -> str:
-    """The innermost lines of the library in a stack."""
+    """Return the innermost lines of the library in a stack."""
     frames = [f for f in access.stack_trace if "/mcr_plus/" in f.filename or "/tests/" in f.filename]
     own = [f for f in frames if "/mcr_plus/" in f.filename or "/test_" in f.filename] or frames
     return " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in reversed(own[-3:]))

@@ -89,7 +89,7 @@ class Mutant:
 
 
 def _ordering(node: ast.stmt) -> str | None:
-    """The kind of ordering that a statement is, None for another statement."""
+    """Return a statement's kind of ordering, None for another statement."""
     value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
     if not isinstance(value, ast.Call):
         return None
@@ -136,7 +136,7 @@ def mutants() -> list[Mutant]:
 
 
 def modules_with_orderings() -> set[str]:
-    """The modules of the library that have any, whether they have mutants or not."""
+    """Return the modules of the library with orderings, with or without mutants."""
     package = Path(mcr_plus.__file__).parent
     found = set[str]()
     for folder, _, files in os.walk(package, followlinks=True):
@@ -194,7 +194,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 @contextlib.contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """The library with the mutant. Raises `LookupError` where no function has its line."""
+    """Yield with the mutant in the library. Raises `LookupError` if no function has its line."""
     module = importlib.import_module(f"mcr_plus.{mutant.module}")
     tree = _Without(mutant.line).visit(ast.parse(inspect.getsource(module)))
     compiled = compile(tree, module.__file__ or "", "exec", dont_inherit=True, flags=_FUTURE)

@@ -1051,7 +1051,7 @@ def test_the_real_library() -> None:
 
 
 def on_gpu(rank: int, size: int, path: str) -> dict[str, list[float]]:
-    """The result of each operation on a rank."""
+    """Return the result of each operation on a rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = NcclBackend(World(rank, size, ("host",) * size, 120.0, FileStore(path, size)))
     channel = backend.open(Group("world", tuple(range(size)), rank))
@@ -1076,7 +1076,7 @@ def on_gpu(rank: int, size: int, path: str) -> dict[str, list[float]]:
 
 
 def _doubled_on_gpu(channel: NcclChannel, kind: Kind, rank: int, size: int) -> list[float]:
-    """The result of an operation, doubled by a function chained to it."""
+    """Return the result of an operation, doubled by a function chained to it."""
     count = {"all_gather": 4 * size * size, "reduce_scatter": 4}.get(kind, 4 * size)
     value, out = values(rank, 4 * size).cuda(), torch.zeros(count).cuda()
     if kind == "broadcast":

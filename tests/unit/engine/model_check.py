@@ -103,7 +103,7 @@ class Program:
 
     @cached_property
     def issued(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank, its operations in program order."""
+        """Return each rank's operations in program order."""
         return tuple(tuple(step.op for step in script if step.verb == "issue") for script in self.scripts)
 
     @cached_property
@@ -207,7 +207,7 @@ class Model:
         )
 
     def _neighbours(self, number: int, issued: Sequence[int]) -> tuple[int, ...]:
-        """The operations that share a queue with this one, in program order."""
+        """Return the operations that share a queue with this one, in program order."""
         ops = self.program.ops
         line = ops[number].library, ops[number].group
         return tuple(n for n in issued if self._in_lane[n] and (ops[n].library, ops[n].group) == line)
@@ -303,7 +303,7 @@ class Model:
     # -- transitions ------------------------------------------------------------------------------
 
     def _host(self, state: State, rank: int) -> State | None:
-        """The next step of a rank's script, if it can be taken."""
+        """Return the next step of a rank's script, if it can be taken."""
         here, script = state[rank], self.program.scripts[rank]
         if here.pc == len(script):
             return None
@@ -362,7 +362,7 @@ class Model:
                     yield f"rank {rank} polls {label}", (*state[:rank], here, *state[rank + 1 :])
 
     def _streams(self, state: State) -> Iterator[tuple[str, State]]:
-        """Stream operations that can run: at the head everywhere, and all they wait for done."""
+        """Return the stream operations that can run: first everywhere, with nothing left to wait for."""
         for number, op in enumerate(self.program.ops):
             members = self.program.members[number]
             if op.library == "S" and all(self._at_head(state, rank, number) for rank in members):
@@ -613,7 +613,7 @@ def spmd_programs(
 
 
 def sample(groups: Mapping[str, tuple[int, ...]], count: int, random: Random) -> Program:
-    """A random program that makes sense: waits anywhere, messages, signature checks, CPU tensors."""
+    """Return a random program that makes sense: waits anywhere, messages, signature checks, CPU tensors."""
     ranks = range(1 + max(max(members) for members in groups.values()))
     while True:
         ops = tuple(_random_op(groups, number, random) for number in range(count))

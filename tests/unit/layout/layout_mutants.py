@@ -85,7 +85,7 @@ def mutants(
 
 
 def _like(rows: BoxRows, at: int) -> NDArray[np.bool_]:
-    """The rows of the same box and addend."""
+    """Return the rows of the same box and addend."""
     words = np.column_stack([rows.addends, *rows.boxes])
     return np.asarray((words == words[at]).all(axis=1), bool)
 

@@ -39,7 +39,7 @@ WIDTHS = (((0,), (0,)), ((1,), (1,)), ((2, 0, 1), (0, 1, 2)), ((5,), (3,)), ((11
 
 
 def box_of(layout: Layout, rank: int) -> list[tuple[int, int]] | None:
-    """The borders of a rank's box; None if it is empty."""
+    """Return the borders of a rank's box; None if it is empty."""
     pieces = layout.pieces(rank)
     if not len(pieces):
         return None
@@ -50,7 +50,7 @@ def box_of(layout: Layout, rank: int) -> list[tuple[int, int]] | None:
 def index_of(
     layout: Layout, rank: int, before: Sequence[int], after: Sequence[int], periodic: bool
 ) -> list[Array]:
-    """The global index of every local index, in each dimension, without the library."""
+    """Return the global index of every local index, in each dimension, without the library."""
     box = box_of(layout, rank)
     assert box is not None
     found = []

@@ -264,7 +264,7 @@ def one_box(draw: st.DrawFn, shape: tuple[int, ...], least: int = 0) -> list[tup
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[list[tuple[int, int]]]:
-    """A tensor cut again and again, across any dimension."""
+    """Return the boxes of a tensor cut again and again, across any dimension."""
     parts = [[(0, size) for size in shape]]
     for _ in range(draw(st.integers(0, most))):
         at, dim = draw(st.integers(0, len(parts) - 1)), draw(st.integers(0, max(0, len(shape) - 1)))
@@ -279,7 +279,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[l
 
 @st.composite
 def sources(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
-    """Boxes that hold everything, some more than once, in part or whole, in any order."""
+    """Return boxes that together hold every element, some more than once, in any order."""
     listed: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in draw(ranks_of())}
     for box in draw(partitions(shape)):
         for rank in draw(st.sets(st.sampled_from(sorted(listed)), min_size=1, max_size=3)):
@@ -318,7 +318,7 @@ def test_any_boxes_to_any_others(data: st.DataObject) -> None:
 
 @st.composite
 def flats(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
-    """Runs of the flattened tensor, dealt to ranks in any order."""
+    """Return runs of the flattened tensor, dealt to ranks in any order."""
     volume = math.prod(shape)
     ranks = draw(ranks_of())
     cuts = sorted({0, volume, *draw(st.lists(st.integers(0, volume), max_size=6))})

@@ -38,7 +38,7 @@ class _Exchange:
         self.after: _Exchange | None = None
 
     def without(self, size: int) -> _Exchange:
-        """The exchange of the world after this one."""
+        """Return the exchange of the world after this one."""
         with self.changed:
             self.after = self.after or _Exchange(size)
             return self.after

@@ -24,7 +24,7 @@ SGD = torch.optim.SGD
 def course(
     comm: Any, steps: int, outer: Any, tokens: list[int] | None, changed: dict[str, Any]
 ) -> list[tuple[list[float], list[float]]]:
-    """Parameters and outer parameters after each step."""
+    """Return the parameters and outer parameters after each step."""
     model = Quadratic(comm.rank)
     local = made(comm, model, outer, **changed)
     found = []

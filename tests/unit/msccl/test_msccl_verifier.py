@@ -35,7 +35,7 @@ NONE = 'cnt="1" depid="-1" deps="-1" hasdep="0"'
 
 
 def ring() -> str:
-    """An all-reduce of three ranks, a message per step."""
+    """Return an all-reduce of three ranks, a message per step."""
     gpus = []
     for rank in range(3):
         types = ["s", "rrs", "rrcs", "rcs", "r"]

@@ -88,7 +88,7 @@ def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS
 ) -> list[float]:
-    """Train as everybody does."""
+    """Train in the usual way."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):

@@ -101,7 +101,7 @@ def partitions(count: int) -> Iterator[list[tuple[int, int]]]:
 def finish_time(
     entries: Sequence[BucketEntry], parts: Sequence[tuple[int, int]], cost: Sequence[float]
 ) -> float:
-    """When the last operation of a partition is done, from the words of its definition."""
+    """Return the time when the last operation of a partition is done, by definition."""
     clock = 0.0
     for begin, end in parts:
         clock = max(clock, max(entry.ready for entry in entries[begin:end]))

@@ -1,4 +1,4 @@
-"""When a codec is left out because it is slower: the trial that decides, on a clock of the test's own."""
+"""Trials that leave out a codec if it is slower, on a clock of the test."""
 
 from __future__ import annotations
 

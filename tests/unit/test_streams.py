@@ -67,7 +67,7 @@ class Queue:
 
 
 class Mark:
-    """Likewise of `torch.Event`."""
+    """The part of `torch.Event` that streams need."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ class Mark:
 
 
 class Accelerator:
-    """Likewise of `torch.accelerator`."""
+    """The part of `torch.accelerator` that streams need."""
 
     def __init__(self) -> None:
         self.now = Queue(torch.device("xpu", 2))

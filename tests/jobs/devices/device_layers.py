@@ -48,7 +48,7 @@ def late(values: torch.Tensor) -> torch.Tensor:
 
 
 def layouts(comm: mcr.Communicator, failures: Failures) -> None:
-    """Rows become columns, and one rank's tensor becomes everybody's."""
+    """Redistribute rows to columns, and one rank's tensor to all ranks."""
     ranks, size = range(comm.size), comm.size
     for rows, columns in ((5, 8), (301, 94)):
         shape = (rows, columns)

@@ -423,7 +423,7 @@ def test_the_launcher_does_not_repeat_the_hook_of_a_program(start: Start, tmp_pa
 def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_what_runs_them(
     tmp_path: Path,
 ) -> None:
-    """The end of the interpreter takes long on a busy machine, with what torch's optimizers import."""
+    """On a busy machine the interpreter ends slowly, because torch's optimizers import much."""
     with pytest.raises(ValueError, match="x") as caught:
         exec(compile("raise ValueError('x')", "train.py", "exec"))
     report = description(caught.value, caught.value.__traceback__)

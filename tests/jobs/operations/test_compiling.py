@@ -1,4 +1,4 @@
-"""Compiling of kernels: by one process of a host, said, and not held against the deadlines of its peers."""
+"""Compiling of kernels: one process per host compiles and logs it, and deadlines of peers wait."""
 
 from __future__ import annotations
 

@@ -389,7 +389,7 @@ class _Forging(Store):
 
 
 def met(stores: tuple[Store, Store], variables: dict[str, str]) -> list[Any]:
-    """Return what two ranks, threads of this process, read from a store: the part, or the error."""
+    """Return the parts that two ranks, threads of this process, read from a store, or the errors."""
 
     def meet(rank: int) -> Any:
         try:

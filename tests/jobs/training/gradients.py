@@ -37,7 +37,7 @@ def near(got: torch.Tensor, expected: F64) -> float:
 
 
 def values(rank: int, index: int, numel: int) -> torch.Tensor:
-    """Neighbours in a bucket of which one is 10⁹ times the other."""
+    """Neighbours in a bucket; one is 10⁹ times the other."""
     random = np.random.default_rng([rank, index])
     return torch.tensor(random.uniform(1, 2, numel) * (1e6 if index % 2 else 1e-3), dtype=torch.float32)
 
@@ -104,7 +104,7 @@ def decided_one_by_one() -> dict[str, Any]:
 
 
 def repeated(codecs: list[dict[str, Any]], passes: int) -> list[float]:
-    """Distance of the gradients of the last pass from those of the third, with the same batch in all."""
+    """Return the distance of the last pass's gradients from the third pass's, with one batch in all."""
     torch.set_num_threads(1)
     found = []
     for compress in codecs:
@@ -125,7 +125,7 @@ def repeated(codecs: list[dict[str, Any]], passes: int) -> list[float]:
 
 
 class Scales(nn.Module):
-    """Layers whose gradients differ by many orders of magnitude."""
+    """Layers with gradients that differ by many orders of magnitude."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def true_gradients(ranks: int, step: int) -> dict[str, F64]:
 
 
 def wrapped(compress: dict[str, Any], rules: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
-    """Gradients of a model that stays as it is, pass by pass."""
+    """Return the gradients of an unchanging model, pass by pass."""
     torch.set_num_threads(1)
     with mcr.init(config(compress, *rules)) as comm:
         model = Scales()

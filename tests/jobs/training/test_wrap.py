@@ -1,4 +1,4 @@
-"""mcr.wrap and its kin against DistributedDataParallel over gloo, and what happens when things go wrong."""
+"""mcr.wrap and its relatives, compared with DistributedDataParallel over gloo, and their failures."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ChannelsLast(Normed):
 
 
 class Moving(Mlp):
-    """A module that assigns its buffer anew instead of changing it."""
+    """A module that assigns a new buffer instead of changing it."""
 
     mean: torch.Tensor
 

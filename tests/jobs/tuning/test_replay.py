@@ -142,7 +142,7 @@ def test_messages_go_from_one_rank_to_the_other_in_every_copy(tmp_path: Path) ->
 
 
 def test_the_outcome_of_a_pass_is_sent_once(tmp_path: Path) -> None:
-    """A captured step has it beside its gradients, and `mcr.wrap` sends one in the replay."""
+    """A captured step has one next to its gradients, and `mcr.wrap` sends one in the replay."""
     whole = (0, 1)
     step = step_of(GRADIENTS, forward=0.002, seconds=0.001)
     (role,) = step.roles
@@ -169,7 +169,7 @@ def test_operations_have_the_tag_and_the_dtype_of_the_program(tmp_path: Path) ->
 
 
 def test_rests_end_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late each of them ends; what took long in between is no part of computing."""
+    """Ranks may end late; delays between operations are no part of computing."""
     now = 100.0
 
     def sleep(seconds: float) -> None:

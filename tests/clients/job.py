@@ -69,7 +69,7 @@ def operations() -> Iterator[Counter[str]]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets that no other rank has, and no other step."""
+    """Return inputs and targets that are unique to a rank and a step."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
 

@@ -36,7 +36,7 @@ the first attempt; how many failures Ray puts up with; the configuration that MC
 
 
 def batch(rank: int, step: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Inputs and targets that no other rank has, and no other step."""
+    """Return inputs and targets that are unique to a rank and a step."""
     random = np.random.default_rng([rank, step])
     return random.normal(size=(ROWS, INPUTS)), random.normal(size=(ROWS, OUTPUTS))
 

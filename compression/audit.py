@@ -1,6 +1,6 @@
 """`audit_every`: every n calls, the ranks compare digests of their results.
 
-All ranks must hold the same bits after a collective. The schemes guarantee this; the audit checks it.
+All ranks must have the same bits after a collective. The schemes guarantee this; the audit checks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcr_plus.pipeline.stage import Issue, Next
 def audited(issue: Issue, every: int, codec: str, signature: Signature, group: Group, next: Next) -> Issue:
     """Compare digests of the ranks' results after every `every` calls of `issue`.
 
-    A difference raises `ResultMismatch` on all ranks, in the `wait` of the call.
+    If digests differ, the call's `wait` raises `ResultMismatch` on all ranks.
     """
     ranks = signature.ranks
     digests = signature.replace(

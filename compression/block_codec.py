@@ -1,4 +1,4 @@
-"""`BlockCodec`: base of codecs implemented block by block in a module of `mcr_plus.kernels`."""
+"""`BlockCodec`: base class of codecs that a module of `mcr_plus.kernels` implements block by block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mcr_plus.compression.codec import PayloadCodec
 class BlockCodec(PayloadCodec):
     """Codec of fixed rate whose payloads a kernel module encodes, decodes and sums.
 
-    A subclass sets `name`, `traits` and `kernel`, a module with these functions; `arguments` come last:
+    A subclass sets `name`, `traits` and `kernel`. `kernel` is a module with these functions; `arguments` come
+    last:
 
         nbytes(numel)                                        bytes of a payload; without `arguments`
         encode(values, wire, *arguments)

@@ -1,8 +1,8 @@
-"""Codecs `bf16` and `fp16`: values rounded to a narrower float.
+"""Codecs `bf16` and `fp16`: round values to a narrower float.
 
-They are additive: a library may sum the encoded values, as the hooks of DDP and Horovod do. With `rounding:
-stochastic` the mean of many roundings is the value (Gupta et al., "Deep Learning with Limited Numerical
-Precision", ICML 2015).
+These codecs are additive: a library may sum the encoded values, as with the hooks of DDP and Horovod. With
+`rounding: stochastic` the mean of many roundings equals the value (Gupta et al., "Deep Learning with Limited
+Numerical Precision", ICML 2015).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Cast(PayloadCodec):
 
     Out-of-range values become infinite and NaN stays NaN, so an overflow remains visible.
 
-    Stochastic rounding draws by seed, rank, key of `enter`, number of earlier payloads and element; float64
-    is first rounded to the nearest float32.
+    The random numbers of stochastic rounding depend on seed, rank, key of `enter`, number of earlier payloads
+    and element; float64 is first rounded to the nearest float32.
     """
 
     Options = CastOptions
@@ -56,7 +56,7 @@ class Cast(PayloadCodec):
         self._rank, self._key = rank, key
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the number of payloads written so far, if rounding is stochastic."""
+        """Return the number of written payloads, if rounding is stochastic."""
         return {"step": torch.tensor(self._step, device="cpu")} if self._stochastic else {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102

@@ -30,7 +30,7 @@ ENCODED: Final = frozenset({*MOVED, "all_reduce", "reduce", "reduce_scatter", "r
 
 
 class CodecOptions(StageOptions):
-    """Base of a codec's option model: frozen, unknown keys refused, no conversion between types."""
+    """Base of a codec's options: immutable, without unknown keys or conversions between types."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Traits:
     Attributes:
         additive: the library may sum payloads (see `Codec.rounds`).
         elementwise: a payload has one element per value, in the same place.
-        unbiased: the mean of many encodings of a value is the value.
+        unbiased: the mean of many encodings of a value equals the value.
         lossless: decoding gives the same bits.
         fixed_rate: a payload's length depends only on the number of elements.
-        sparse: a payload holds few of the elements; all others decode to zero.
+        sparse: a payload has few of the elements; the other elements decode to zero.
         needs_error_feedback: without error feedback, training does not converge to the same loss.
         dtypes: supported dtypes; all are converted to float32 unless the codec overrides this.
-        alignment: in elements; a separately encoded part should begin at a multiple of it.
-        min_numel: the least number of elements worth encoding; fewer are sent unencoded.
+        alignment: separately encoded parts should begin at multiples of this number of elements.
+        min_numel: tensors with fewer elements are sent unencoded.
         kinds: the supported kinds of operations, None for all.
         cpu_only: only tensors on the CPU are supported.
-        keeps_received: payloads are changes to a value that sender and receiver both keep.
+        keeps_received: a payload is a change to a value that sender and receiver both keep.
         needs_triton: kernels for GPUs need Triton.
     """
 
@@ -80,7 +80,7 @@ class AdditiveRound:
 
 
 class Codec(ABC):
-    """Base of all codecs. The class is registered, and built with its checked `Options`.
+    """Base class of all codecs. A codec class is registered, and constructed with validated `Options`.
 
     One object serves one operation or bucket, so it may keep state between calls.
     """
@@ -102,7 +102,7 @@ class Codec(ABC):
         return {"codec": self.name, **self.options.model_dump(mode="json", by_alias=True)}
 
     def caution(self, feedback: str | None) -> str | None:  # noqa: ARG002
-        """Return a warning about the loss of quality with this codec for gradients, if one is known.
+        """Return a warning if this codec is known to reduce quality when it compresses gradients.
 
         `feedback`: the name of the error compensation, as in `CompressOptions.feedback`.
         """
@@ -111,13 +111,13 @@ class Codec(ABC):
     def enter(self, rank: int, key: str) -> None:  # noqa: B027 - most codecs do not need it
         """Set this rank in the group and the key of the operation, once before the first call.
 
-        `key` is equal on all ranks; codecs seed their random numbers with it.
+        `key` is equal on all ranks, and seeds random numbers.
         """
 
     def kept_state(self, copies: Copies) -> CompressorState | None:  # noqa: ARG002
-        """Return a new state that encodes and decodes instead of a codec with `keeps_received`; else None.
+        """Return a new state that replaces a codec with `keeps_received`; None for other codecs.
 
-        `copies`: the group's copies, which count the memory of the state.
+        `copies`: the group's copies, which account for the memory of the state.
         """
         return None
 
@@ -125,14 +125,14 @@ class Codec(ABC):
         """Compile the kernels for a dtype of the values; None compiles them for all dtypes."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that must outlive a restart, by name; equal on all ranks, and not copied."""
+        """Return the tensors that a restart needs, by name; equal on all ranks, and not copied."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
         """Restore the tensors that `state` returned."""
 
     def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:  # noqa: ARG002
-        """Return why the codec cannot compress concatenated tensors of these shapes; None if it can.
+        """Return the reason why the codec cannot compress tensors of these shapes together; None if it can.
 
         The answer depends only on shapes and options, so all ranks get the same answer.
         """
@@ -141,7 +141,7 @@ class Codec(ABC):
     def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:
         """Return the native all_reduces that replace one all_reduce of concatenated tensors of these shapes.
 
-        For additive codecs; `ranks` is the number of ranks.
+        Only for additive codecs. `ranks`: number of ranks.
         """
         raise NotImplementedError
 
@@ -155,11 +155,11 @@ class Codec(ABC):
     ) -> Iterator[None]:
         """Turn `values` into their sum over ranks; yield before each round is reduced.
 
-        For additive codecs.
+        Only for additive codecs.
 
         Args:
-            values: flat and contiguous, of a dtype in `traits.dtypes`; overwritten when the iterator ends.
-            shapes: shapes of the tensors concatenated in `values`; their sizes sum to its size.
+            values: flat and contiguous, with a dtype in `traits.dtypes`; overwritten when the iterator ends.
+            shapes: shapes of the tensors concatenated in `values`.
             wires: one flat tensor per round, filled before the yield and read after it.
             ranks: the number of ranks.
             left: flat float32, equal to `values`; subtracting this rank's decoded contribution leaves its
@@ -184,11 +184,11 @@ class PayloadCodec(Codec):
 
     @abstractmethod
     def wire_numel(self, numel: int) -> int:
-        """Return the elements of a payload of `numel` values; the maximum if not `fixed_rate`."""
+        """Return the number of elements of a payload of `numel` values; the maximum if not `fixed_rate`."""
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> int | None:
-        """Write the payload of flat float32 `values`; return its length in elements if not `fixed_rate`."""
+        """Write the payload of flat float32 `values`; return the length in elements if not `fixed_rate`."""
 
     @abstractmethod
     def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
@@ -209,11 +209,11 @@ class PayloadCodec(Codec):
         return self.wire_numel(numel)
 
     def anchor_numel(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the elements of a payload of all values, unencoded, for codecs with `keeps_received`."""
+        """Return the number of elements of an unencoded payload of all values (`keeps_received`)."""
         raise NotImplementedError
 
     def encode(self, values: torch.Tensor, wire: torch.Tensor) -> int:
-        """Write the payload of `values` to the beginning of `wire`; return its length in elements.
+        """Write the payload of `values` to the beginning of `wire`; return the length in elements.
 
         Args:
             values: any shape and strides, of a dtype in `traits.dtypes`.
@@ -251,9 +251,9 @@ class PayloadCodec(Codec):
             self._accumulate(self._exact(wire, total.numel()), total, scale)
 
     def encode_rest(self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor) -> int:
-        """Write the payload of `decay` × `rest` + `values`; leave the encoding error in `rest`.
+        """Write the payload of `decay` × `rest` + `values`, and the encoding error to `rest`.
 
-        Non-finite errors become zero. Codecs override this if one pass over memory is enough.
+        Non-finite errors become zero. Codecs override this method if one pass over memory is enough.
 
         Args:
             values: flat, of a dtype in `traits.dtypes`.
@@ -289,13 +289,13 @@ class PayloadCodec(Codec):
         skip: int,
         scale: float = 1.0,
     ) -> int:
-        """Decode, sum and encode: write to `wire` the payload of `total` + `scale` × all of `wires`.
+        """Decode, sum and encode: write the payload of `total` + `scale` × all of `wires` to `wire`.
 
         Args:
             wires: a tensor with one payload per row, at multiples of 4 bytes; a list if not `fixed_rate`.
             total: as for `decode_accumulate`; holds the sum afterwards.
             wire: as in `encode`, like the returned length.
-            skip: the row to leave out, -1 for none.
+            skip: the row to omit, -1 for none.
             scale: the factor of decoded values.
         """
         for row, each in enumerate(wires):
@@ -354,7 +354,7 @@ class PayloadCodec(Codec):
 
 def drop_unless_finite(residual: torch.Tensor) -> None:
     """Set non-finite elements to zero."""
-    # On the host, a sum is a cheap first check; on a GPU, reading it would wait for the device.
+    # On the host, a sum is a cheap first check. On a GPU, reading a sum would wait for the device.
     if residual.is_cuda or not torch.isfinite(residual.sum()):
         torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
 

@@ -1,8 +1,8 @@
-"""Copies that codecs with `keeps_received` hold between calls, within a memory limit per group.
+"""Keep the copies of codecs with `keeps_received` between calls, within a memory limit per group.
 
-If a copy has been dropped, its next call sends all values and otherwise works as usual: payloads name the
-version that they follow, and the exchange of payload lengths, or the beginning of a message, asks for all
-values. So ranks need not drop the same copies at the same time: each rank watches its own memory.
+If a copy has been dropped, the next call sends all values: a payload names the version on which it is based,
+and the exchange of payload lengths, or the beginning of a message, requests all values. So ranks need not
+drop the same copies at the same time, and each rank watches its own memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcr_plus.core import streams as core_streams
 from mcr_plus.core.units import format_size
 
 _log = logging.getLogger("mcr_plus")
-_SHARE: Final = 2  # copies may take 1 / _SHARE of the memory
+_SHARE: Final = 2  # copies may use 1 / _SHARE of the memory
 
 
 @dataclass
@@ -34,7 +34,7 @@ class HeldValues:
     is_whole: bool = True
 
     def drop(self) -> None:
-        """Drop the values; keep the version, because the next version must be higher."""
+        """Drop the values, but keep the version, because the next version must be higher."""
         self.values, self.is_whole = None, False
 
 
@@ -42,8 +42,8 @@ class HeldValues:
 class Copy:
     """Parts sent and received by one operation, or by the messages of one peer and tag.
 
-    `calls`: number of running calls that need the copy. `was_dropped`: True if it was dropped since the last
-    call. `forget`: called when the copy is dropped, if its version is not needed any more.
+    `calls`: number of running calls that need the copy. `was_dropped`: True if the copy was dropped since the
+    last call. `forget`: called when a copy is dropped whose version is no longer needed.
     """
 
     sent: dict[Hashable, HeldValues] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Copy:
 class Copies:
     """Copies of a group in the order of their last use. Thread-safe.
 
-    `what`: the group, for a warning. `ranks`: number of the job's ranks on this host, which share its memory.
+    `what`: the group, for a warning. `ranks`: number of the job's ranks on this host, which share the memory.
     """
 
     def __init__(self, what: str = "the group", ranks: int = 1) -> None:
@@ -86,7 +86,7 @@ class Copies:
         return self._total
 
     def begin(self, copy: Copy) -> bool:
-        """Keep a copy until `end`; return True if it has been dropped since its last call."""
+        """Keep a copy until `end`; return True if the copy was dropped since its last call."""
         with self._lock:
             copy.calls += 1
             was, copy.was_dropped = copy.was_dropped, False

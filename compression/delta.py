@@ -1,8 +1,9 @@
 """Codec `delta`: sends, without loss, the changes since the last call of the same operation.
 
 When trainers send weights to inference servers at every step, about 99 % of bfloat16 weights are bitwise
-unchanged, because a change must exceed 2**-9 of a value to move it (Miahi and Belilovsky, "PULSE", 2026).
-PULSE sends positions with values; most values move by one unit in the last place: 4 bits are enough.
+unchanged, because a change of less than 2**-9 of a value is lost in rounding (Miahi and Belilovsky, "PULSE",
+2026). PULSE sends positions with values. Most values change by one unit in the last place, for which 4 bits
+are enough.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class DeltaOptions(CodecOptions):
     """Options of delta.
 
     Attributes:
-        keep: bytes that the tensors of all tags of a group may take in this process; the least recently used
-            are dropped first, and sent in full at their next use. None allows half of the host's memory,
-            divided among the job's ranks on the host.
+        keep: limit, in bytes, of the kept tensors of all tags of a group in this process. The least recently
+            used tensors are dropped first, and sent in full at their next use. None allows half of the host's
+            memory, divided among the job's ranks on the host.
     """
 
     keep: BytesOrNone = None
 
 
 class Delta(PayloadCodec):
-    """Codec of payloads that need no earlier call; `DeltaState` makes payloads of changes.
+    """Codec whose payloads need no earlier call; `DeltaState` makes payloads of changes.
 
     It encodes the bits of any dtype of up to 8 bytes, and complex dtypes as pairs of real numbers. Tensors on
     a GPU are encoded and decoded there; the host waits, because it must know the lengths of payloads.
@@ -53,7 +54,7 @@ class Delta(PayloadCodec):
         fixed_rate=False,
         keeps_received=True,
         dtypes=DTYPES,
-        min_numel=4096,  # with fewer, the header may be more than 1 % of the values
+        min_numel=4096,  # with fewer elements, the header may exceed 1 % of the values
         kinds=frozenset(
             {
                 "broadcast",
@@ -110,9 +111,10 @@ class Delta(PayloadCodec):
 class DeltaState(CompressorState):
     """Parts of one operation as last sent and received, by part number.
 
-    The first call, and each call with another number of values, sends anchors: payloads of all values. After
-    a payload that does not fit the held values, or if these have been dropped, the next call asks for anchors
-    while it exchanges payload lengths. Messages of each peer and tag (the `key`) have their own parts.
+    The first call, and each call with a different number of values, sends anchors: payloads of all values.
+        After a payload that does not fit the held values, or if the held values have been dropped, the next
+        call requests anchors while it exchanges payload lengths. Messages of each peer and tag (the `key`)
+        have their own parts.
     """
 
     one_at_a_time = True
@@ -153,7 +155,7 @@ class DeltaState(CompressorState):
     def _encode_part(
         self, copy: Copy, index: int, values: torch.Tensor, wire: torch.Tensor, other: int | None = None
     ) -> int:
-        """Write a payload; if the receiver holds an `other` version, write all values as a higher version."""
+        """Write a payload; all values, as a higher version, if the receiver holds version `other`."""
         if not values.numel():
             copy.sent.pop(index, None)
             return 0
@@ -181,7 +183,7 @@ class DeltaState(CompressorState):
     def expect(self, key: Hashable) -> tuple[int, int]:
         """Return the held version and digest of a message's tensor, the base for a payload of changes.
 
-        The values are kept until `decode_message`. The digest is 0 if they are not usable.
+        The values are kept until `decode_message`. The digest is 0 if the values are not usable.
         """
         copy = self._copy(key)
         self._copies.begin(copy)
@@ -232,7 +234,7 @@ class DeltaState(CompressorState):
     def _copy(self, key: Hashable) -> Copy:
         copy = self._parts.get(key)
         if copy is None:
-            # Messages need no kept version, because both ends tell which version they hold.
+            # Messages need no kept version, because both ends state the version that they hold.
             forget = None if key is None else partial(self._parts.pop, key, None)
             copy = self._parts[key] = Copy(forget=forget)
         return copy

@@ -1,4 +1,4 @@
-"""`ef21`: sends changes since the last call, which receivers add up.
+"""`ef21`: send changes since the last call; receivers add them up.
 
 Richtárik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
 Feedback", NeurIPS 2021; both directions, as in Fatkhullin et al., "EF21 with Bells & Whistles", 2021.
@@ -16,11 +16,11 @@ from mcr_plus.pipeline.state import StateTensor
 
 
 class Ef21(CompressorState):
-    """Estimates of this rank's values, of the sum of its part, and of the result shared by all ranks.
+    """Estimates of this rank's values, of the sum of its part, and of the result on all ranks.
 
     `unit`: the number of ranks summed in the result; the saved result is divided by it.
 
-    In an all_reduce, the result is the sum of the estimates; these improve with each call if values change
+    In an all_reduce, the result is the sum of the estimates, which improve with each call if values change
     little.
     """
 
@@ -73,7 +73,7 @@ class Ef21(CompressorState):
         self._reset_non_finite(0, self._result)
 
     def _reset_non_finite(self, lo: int, result: torch.Tensor) -> None:
-        """Reset non-finite elements; all ranks reset the same elements, because the result is equal."""
+        """Reset non-finite elements; the result is equal on all ranks, and so are the reset elements."""
         if not result.is_cuda and torch.isfinite(result.sum()):
             return
         bad = ~torch.isfinite(result)

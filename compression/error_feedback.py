@@ -1,8 +1,8 @@
-"""`error_feedback`: adds the error of a codec to the values of the next call.
+"""`error_feedback`: add the error of a codec to the values of the next call.
 
 Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback
 Fixes SignSGD and other Gradient Compression Schemes", ICML 2019. The rank that sums a part keeps the error of
-re-encoding the sum, as in Tang et al., "DoubleSqueeze", ICML 2019.
+encoding the sum again, as in Tang et al., "DoubleSqueeze", ICML 2019.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mcr_plus.pipeline.state import StateTensor
 class ErrorFeedback(CompressorState):
     """Residuals of an operation's `numel` values, and of the sums of this rank's part.
 
-    `decay`: the factor of residuals before they are used. `unit`: the number of ranks summed; saved residuals
-    of sums are divided by it, so that another number of ranks can load them. A non-finite residual, caused by
-    a non-finite gradient, is dropped, so that one bad step does not spoil all later steps.
+    `decay`: factor applied to residuals before use. `unit`: the number of ranks summed; saved residuals of
+    sums are divided by it, so that another number of ranks can load them. A non-finite residual, caused by a
+    non-finite gradient, is dropped, so that one bad step does not spoil all later steps.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ErrorFeedback(CompressorState):
         self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._shard: torch.Tensor | None = None
-        self._summed: tuple[int, int] | None = None  # begin and end of a part without residual
+        self._summed: tuple[int, int] | None = None  # start and end of a part without residual
 
     def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         self.has_residual = True
@@ -48,7 +48,7 @@ class ErrorFeedback(CompressorState):
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
         part = (lo, lo + values.numel())
-        if self._summed == part:  # no residual from the last call: saves two passes over memory
+        if self._summed == part:  # without a residual from the last call, two passes over memory are saved
             torch.mul(self._fed(values, lo).float(), scale, out=total)
             return
         residual = self._completed(values, lo)
@@ -115,9 +115,9 @@ class ErrorFeedback(CompressorState):
 class MomentumCorrection(ErrorFeedback):
     """`momentum_correction`: error feedback of velocities instead of gradients, for sparse codecs.
 
-    It accumulates and sends velocity = momentum × velocity + values; the velocity of an element restarts once
-    the element has been sent (momentum factor masking). Lin et al., "Deep Gradient Compression", ICLR 2018.
-    The optimizer must not use momentum itself.
+    The accumulated and sent value is velocity = momentum × velocity + values. The velocity of an element
+    restarts when the element has been sent (momentum factor masking). Lin et al., "Deep Gradient
+    Compression", ICLR 2018. The optimizer must not use momentum itself.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""Codec `exp_window`: lossless; exponents in 3 bits relative to their block's largest, other bits unchanged.
+"""Codec `exp_window`: lossless; exponents as 3 bits relative to the block's largest, other bits unchanged.
 
-Gradients of a block have similar exponents. Lossless codecs of floats use this (such as Hershcovitch et al.,
-"ZipNN", 2024; Zhang et al., "DFloat11", 2025) and code exponents by their frequency; a window of fixed width
-is nearly as good, needs no histogram, and suits vector code. Gaussian values take 0.85 of float32, 0.70 of
-bfloat16.
+Gradients of a block have similar exponents. Other lossless codecs of floats (Hershcovitch et al., "ZipNN",
+2024; Zhang et al., "DFloat11", 2025) therefore code exponents by frequency. A window of fixed width is nearly
+as good, needs no histogram, and suits vector code. Gaussian values take 0.85 of float32, 0.70 of bfloat16.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from mcr_plus.kernels import exp_window
 
 
 class ExpWindow(PayloadCodec):
-    """Codec that restores all bits, also of NaN and negative zero. Payloads name the dtype of their values.
+    """Codec that restores all bits, including NaN and negative zero. Payloads name the dtype of the values.
 
-    It supports the CPU only.
+    Supports only the CPU.
     """
 
     name: ClassVar[str] = "exp_window"

@@ -1,10 +1,11 @@
 """Codec `fp8_block`: blocks of values as 8-bit floats times a shared scale; a quarter of float32.
 
-It applies the tensor-wise scaling of Micikevicius et al. ("FP8 Formats for Deep Learning", 2022) per block.
+The scaling is that of Micikevicius et al. ("FP8 Formats for Deep Learning", 2022), per block instead of per
+tensor.
 With `scale: float32` blocks have 256 values; with `scale: e8m0` they have 32, and the payload holds
 MXFP8 of the OCP Microscaling Formats specification, v1.0. The error of a value is at most 1/16 of the value
-with e4m3, 1/8 with e5m2, or a tiny part of its block's largest. MXFP8 clips at the largest code: an error of
-up to 1/8 of the value.
+with e4m3, 1/8 with e5m2, or a tiny part of the block's largest value. MXFP8 clips at the largest code, which
+is an error of up to 1/8 of the value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Codec `int2_block`: blocks of 128 values as 2 bits and two bfloat16 levels; 2.25 bits a value.
 
-A value becomes a sign and one of two magnitudes: the four-level quantiser of Max, "Quantizing for Minimum
-Distortion", 1960, with the threshold of least error for Gaussian blocks, and levels at the means of the
-values that they represent (Lloyd, "Least Squares Quantization in PCM", 1982). Rounding is to nearest and so
-biased; the error of a Gaussian block has about 12 % of its energy and needs error feedback.
+A value becomes a sign and one of two magnitudes. This is the four-level quantiser of Max, "Quantizing for
+Minimum Distortion", 1960, with the threshold of minimum error for Gaussian blocks, and levels at the means of
+the values that they represent (Lloyd, "Least Squares Quantization in PCM", 1982). Rounding is to nearest and
+therefore biased. The error of a Gaussian block has about 12 % of the block's energy, so training needs error
+feedback.
 """
 
 from __future__ import annotations

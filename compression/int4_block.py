@@ -1,9 +1,10 @@
 """Codec `int4_block`: blocks of 32 values as 4 bits times a bfloat16 scale; 4.5 bits a value.
 
-It is the block-wise quantisation of ZeRO++'s gradients (Wang et al., "ZeRO++: Extremely Efficient Collective
-Communication for Giant Model Training", 2023) and of QuickReduce. The error of a value is at most
-1/13.8 of its block's largest. With `hadamard: true` blocks are rotated first to spread outliers of
-heavy-tailed values, as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds for the rotated values.
+This is the block-wise quantisation of gradients in ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient
+Collective Communication for Giant Model Training", 2023) and of QuickReduce. The error of a value is at most
+1/13.8 of the block's largest value. With `hadamard: true` blocks are first rotated, which spreads the
+outliers of heavy-tailed values, as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds for the
+rotated values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Codec `int8_block`: blocks of 256 values as signed bytes times a float32 scale; a quarter of float32.
 
-It is the block-wise symmetric quantisation of 8-bit optimizers (Dettmers et al., "8-bit Optimizers via
+This is the block-wise symmetric quantisation of 8-bit optimizers (Dettmers et al., "8-bit Optimizers via
 Block-wise Quantization", ICLR 2022) and of QuickReduce's and EQuARX's all_reduces. The error of a value is at
-most 1/254 of its block's largest.
+most 1/254 of the block's largest value.
 """
 
 from __future__ import annotations

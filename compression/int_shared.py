@@ -1,18 +1,18 @@
 """Codec `int_shared`: integers with scales shared by all ranks, which any library can sum.
 
 The ranks first agree on the largest magnitude of each block of 256 values (a MAX all_reduce of 1/256 of the
-tensor), then sum integers of these scales exactly. Each value is sent as one code whatever the number of
-ranks, so the library's own all_reduce, in the network or not, can sum the codes. This is the homomorphic
+tensor), then sum integers with these scales exactly. Each value is sent as one code, whatever the number of
+ranks, so the library's own all_reduce (also in the network) can sum the codes. This is the homomorphic
 compression of THC (Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic
 Compression", NSDI 2024) and of Global-QSGD (Xin et al., 2023), without their transforms.
 
 The sum over W ranks must fit the lane of a code, so a code is at most (2^(bits - 1) - 1) / W: with 8 bits,
 127 for one rank and 15 for 8 ranks. The error of a rank's value is at most its block's largest magnitude on
-any rank, divided by twice the largest code. If codes would have less than half the bits (at most 7, or 127
+any rank, divided by twice the largest code. If codes would use less than half the bits (at most 7, or 127
 with 16 bits), lanes are twice as wide: 8 bits suffice for up to 18 ranks, 16 bits for up to 258.
 
 Lanes are packed into int32 words, because few libraries sum 16-bit integers, or 8-bit integers without
-saturation. Small tensors are sent unencoded, because two operations instead of one do not pay off.
+saturation. Small tensors are sent unencoded: for them two operations take longer than one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from mcr_plus.compression.codec import AdditiveRound, Codec, CodecOptions, Traits
 from mcr_plus.kernels import int_shared
 
-_FINEST = 2**20  # most levels: beyond, float32 may not separate neighbouring codes
+_FINEST = 2**20  # maximum number of levels: with more, float32 may not separate neighbouring codes
 
 
 class IntSharedOptions(CodecOptions):

@@ -1,14 +1,14 @@
-"""Sends and receives by codecs whose receivers keep values: the receiver first tells its version.
+"""Sends and receives with codecs whose receivers keep values; the receiver first states its version.
 
-    receiver → sender    version and digest of the values it holds
+    receiver → sender    version and digest of the receiver's values
     sender → receiver    the length of a payload: of the changes, or of all values if versions differ
     sender → receiver    the payload
 
-So the two ends always agree about a payload, even after errors on either end. But a send completes only after
-the receive has been posted, like MPI_Ssend.
+So the two ends always agree about a payload, even after errors on either end. But a send completes only
+after the receive has been posted, like MPI_Ssend.
 
-These messages have their own tags: a message without the codec is issued at once, while these wait for each
-other, so under a common tag it could be received in place of one of them.
+These messages have their own tags, because they wait for each other, while a message without the codec is
+issued at once. Under a common tag it could overtake one of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Last = MutableMapping[tuple[str, int, int], Work]
 
 
 class CompressedMessages(Scheme):
-    """Scheme of both ends of a message; `last`: the message in flight by kind, peer and tag.
+    """Scheme of both ends of a message. `last`: the message in flight, by kind, peer and tag.
 
     `named`: see `Group.named`.
     """
@@ -77,7 +77,7 @@ class CompressedMessages(Scheme):
         return Issue(self._send if sends else self._receive)
 
     def _begin(self, message: Message) -> tuple[dict[str, Any], dict[str, Any], Work | None]:
-        """Return the fields of messages in either direction, and the work that must complete first."""
+        """Return the fields of messages in both directions, and the work that must complete first."""
         peer, tag = message.peer, message.match_tag
         if peer is None:
             raise Unsupported(
@@ -164,7 +164,7 @@ class CompressedMessages(Scheme):
         received = self._issue_wire(payload)
         received.then(lease.release_after(decode))
         self._comes_before(("recv", peer, tag), received)
-        # Only the handle raises the error: the next message asks for all values, so later calls succeed.
+        # Only the handle raises the error. The next message requests all values, so later calls succeed.
         return self.handle([asks, told, received], rest).then(refuse)
 
     def _comes_before(self, place: tuple[str, int, int], work: Work) -> None:
@@ -178,7 +178,7 @@ class CompressedMessages(Scheme):
         work.then(forget)
 
     def _kept(self, values: torch.Tensor) -> DeltaState:
-        # A cast, because an import would load kernels in jobs without a codec.
+        # A cast, because an import would load kernels even in jobs without a codec.
         return cast("DeltaState", self.state(values, 0))
 
 

@@ -1,4 +1,4 @@
-"""`never_slower`: occasional calls measure the gain of a codec; the codec is left out while it is slower."""
+"""`never_slower`: measure the gain of a codec in occasional calls, and omit the codec while it is slower."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ LAG: Final = 8
 class RecurringTrial(Trial):
     """Endless trial of two candidates: the first is chosen unless the second is faster.
 
-    From the first call of the operation on, calls of a round alternate between both candidates. Rounds are
-    repeated until the times show the faster candidate, at most `ROUNDS` times; then all calls use the chosen
-    candidate for a period.
+    Beginning with the first call of the operation, the calls of a round alternate between both candidates.
+    Rounds are repeated until the times show the faster candidate, at most `ROUNDS` times. Then all calls use
+    the chosen candidate for a period.
 
     Attributes:
         rounds: rounds of the current comparison so far; 0 after a conclusion.
@@ -80,7 +80,7 @@ class RecurringTrial(Trial):
         self.chosen, self.rounds, self.times = chosen, 0, [[], []]
 
     def _paid_off(self) -> int:
-        """Return the number of fast calls after which the last comparison has cost `SHARE` of their time."""
+        """Return the number of fast calls after which the last comparison has cost only the share `SHARE`."""
         fast, slow = sorted(self.medians)
         if not 0 < fast < slow < inf:
             return 0
@@ -92,7 +92,8 @@ def never_slower(
 ) -> Issue:
     """Return an issue that uses the faster of `raw` and `compressed`; the ranks agree on the choice.
 
-    A call is timed until its end is noticed. `one_clock`: True if the ranks of the group are on one host.
+    The time of a call lasts until its end is noticed. `one_clock`: True if the ranks of the group are on one
+    host.
     """
     trial = RecurringTrial(("raw", codec))
     reduction = exchange_signature(signature, trial, TAG)

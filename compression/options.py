@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ErrorFeedbackOptions(StageOptions):
-    """Options of `error_feedback`. `decay`: the factor of a residual before it is used again."""
+    """Options of `error_feedback`. `decay`: factor applied to a residual before it is used again."""
 
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -40,10 +40,10 @@ class MomentumOptions(StageOptions):
 
 
 class ExemptOptions(StageOptions):
-    """Exemptions: operations sent uncompressed although a codec is set.
+    """Operations that are sent uncompressed although a codec is set.
 
-    `params`: globs of parameter names. `max_ndim`: most dimensions of an exempt parameter; 1 covers biases
-    and norms. `below`: operations and parameter gradients of fewer bytes are exempt.
+    `params`: globs of parameter names. `max_ndim`: parameters with at most this number of dimensions are
+    exempt; 1 covers biases and norms. `below`: operations and gradients with fewer bytes are exempt.
     """
 
     params: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
@@ -64,12 +64,12 @@ def _switch(value: object) -> object:
 
 
 class CompressOptions(StageOptions):
-    """Options of `compress`: a codec by name; the file has the codec's own options at the same level.
+    """Options of `compress`: the name of a codec; the codec's own options are at the same level of the file.
 
     `error_feedback`, `ef21`, `momentum_correction`: compensation of the compression error, at most one.
     `warmup`: the number of first calls of an operation sent uncompressed. `exempt`: operations that are
-    always sent uncompressed. `never_slower`: True to measure the gain of the codec on a few calls, and leave
-    it out while it is slower. `audit_every`: compare the ranks' results every n calls.
+    always sent uncompressed. `never_slower`: True to measure the gain of the codec in a few calls, and omit
+    the codec while it is slower. `audit_every`: compare the ranks' results every n calls.
 
     Each option is marked `Scope.WIRE` or `Scope.LOCAL`: ranks compare the options that change payloads.
     """
@@ -86,12 +86,12 @@ class CompressOptions(StageOptions):
 
     @classmethod
     def read(cls, document: Document, keys: Keys, base: Mapping[str, Any]) -> CompressOptions:
-        """Read the options of the stage and of the codec from one mapping: see `StageOptions.read`."""
+        """Read the options of the stage and of the codec from one mapping, see `StageOptions.read`."""
         given = mapping_at(document, keys, example="{codec: int8_block}")
         return checked_compression(given, document, keys, base)
 
     def plain(self, *, units: bool = False) -> dict[str, Any]:
-        """Return the non-default options and the codec's options: see `StageOptions.plain`."""
+        """Return the non-default options and the codec's options, see `StageOptions.plain`."""
         data = super().plain(units=units)
         for name in WRAPPERS:
             if data[name] == type(self).model_fields[name].default:
@@ -100,7 +100,7 @@ class CompressOptions(StageOptions):
 
     @property
     def feedback(self) -> str | None:
-        """Name of the wrapper that feeds the compression error back, if any."""
+        """Name of the wrapper that compensates the compression error, if any."""
         named = ("error_feedback", "ef21", "momentum_correction")
         return next((name for name in named if getattr(self, name)), None)
 
@@ -116,12 +116,12 @@ WRAPPERS = tuple(name for name in CompressOptions.model_fields if name not in ("
 
 
 def codec_names() -> tuple[str, ...]:
-    """Return the names that `compress: {codec: ...}` takes, sorted, including `none`."""
+    """Return the valid names in `compress: {codec: ...}`, sorted, including `none`."""
     return tuple(sorted({"none", *registry.names("codecs")}))
 
 
 def _impossible(options: CompressOptions) -> str | None:
-    """Return the reason why these options of `compress` exclude each other, None if they do not."""
+    """Return the reason why these options of `compress` exclude each other; None if they are compatible."""
     named = [name for name in FEEDBACKS if getattr(options, name)]
     if len(named) > 1:
         return f"{' and '.join(named)} exclude each other; expected one of them"
@@ -150,7 +150,7 @@ def codec_of(options: CompressOptions) -> Codec:
 
 
 def _preset(written: Mapping[str, Any], codec: str, document: Document, keys: Keys) -> Mapping[str, Any]:
-    """Return the options set by a codec's preset, without the feedback if `written` names another."""
+    """Return the options set by a codec's preset, without error compensation if `written` names one."""
     name, keys = written["preset"], (*keys, "preset")
     presets: Mapping[str, Mapping[str, Any]] = {}
     if codec != "none":
@@ -176,7 +176,7 @@ def checked_compression(
     if not isinstance(codec, str) or codec not in codec_names():
         raise document.error((*keys, "codec"), unknown("codec", codec, codec_names()))
     if codec != base.get("codec", codec):
-        # Another codec: the options and error feedback of the base codec do not apply to it.
+        # The options and error feedback of the base codec do not apply to another codec.
         base = {key: base[key] for key in WRAPPERS if key in base and key not in FEEDBACKS}
         data = {**base, **written}
     if "preset" in written:

@@ -1,4 +1,4 @@
-"""`PayloadExchange`: moves payloads by one library operation, or by two if payload lengths are unknown.
+"""`PayloadExchange`: move payloads by one library operation, or by two if payload lengths are unknown.
 
 An exchange moves the payloads of one kind of operation, such as `all_gather` or `all_to_all`. Payloads of
 known length are sent in slots of one library call. Payloads of other lengths are written consecutively; a
@@ -31,7 +31,7 @@ _WISH: Final = 1 << 62  # added to a length if the rank needs all values of all 
 
 @dataclass
 class SentPayloads:
-    """Payloads in flight: handles in order, and the tensors that hold payloads once the last is complete."""
+    """Payloads in flight: handles in order, and tensors that have the payloads once all are complete."""
 
     works: list[Work]
     received: torch.Tensor | list[torch.Tensor]
@@ -206,7 +206,7 @@ class PayloadExchange:
             if wishes:
                 lengths_sent[root if asks else 0] += _WISH
 
-        # The lengths travel in a plain operation; only payloads are reported as compressed.
+        # The lengths are sent by a plain operation; only payloads are reported as compressed.
         signature, issue = lengths
         of_values = ("codec", "uncompressed_bytes")
         rest_of_lengths = {key: value for key, value in rest.items() if key not in of_values}
@@ -255,7 +255,7 @@ class PayloadExchange:
         expected: list[int],
         taken: Sequence[int],
     ) -> tuple[list[int], list[int]]:
-        """Return the sent and received lengths, of anchors written here if a rank asked for all values."""
+        """Return the sent and received lengths; if a rank has requested all values, write anchors first."""
         wished = any(length >= _WISH for length in expected)
         counts = [length % _WISH for length in counts]
         expected = [length % _WISH for length in expected]
@@ -283,7 +283,7 @@ class PayloadExchange:
         arrived: list[int],
         taken: Sequence[int],
     ) -> tuple[list[int], list[int]]:
-        """Return the lengths as `_as_wished` does, but only for the asking ranks of a scatter.
+        """Return the lengths like `_as_wished`, but write anchors only for the requesting ranks of a scatter.
 
         `given`, `arrived`: the lengths that this rank sent to and received from each rank.
         """
@@ -310,7 +310,7 @@ class PayloadExchange:
 
 
 def _vector(kind: str) -> Kind:
-    """Return the vector form of a kind, whose sizes may differ between ranks."""
+    """Return the vector form of a kind."""
     plain = "all_gather" if kind == "broadcast" else plain_kind(kind)
     return f"{plain}_v"  # type: ignore[return-value]  # kinds with a vector form
 

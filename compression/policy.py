@@ -1,4 +1,4 @@
-"""Compression of an operation, for code that needs it before the compress stage binds the operation."""
+"""Determine the compression of an operation before the compress stage binds it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str
 
 
 def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
-    """Return the reason why such operations cannot be compressed whatever their shape; None if they can."""
+    """Return the reason why such operations cannot be compressed in any shape; None if they can."""
     traits, kind = codec.traits, signature.kind
     if kind not in ENCODED:
         return f"{kind} has no compressed form"
@@ -110,8 +110,8 @@ def gradient_compression(
 ) -> tuple[Rule | None, CompressOptions | None]:
     """Return the rule for the gradient of a parameter, and its compression.
 
-    A rule with a `param` glob uses the gradient's size; other rules use the bucket's size, which is not known
-    yet and counts as large. The compression is None without the stage.
+    A rule with a `param` glob uses the gradient's size. Other rules use the bucket's size, which is not known
+    yet and is taken as large. The compression is None if the pipeline lacks the stage.
     """
     sizes = (None if rule.match.param is None else nbytes for rule in config.rules)
     covering = (
@@ -125,10 +125,10 @@ def gradient_compression(
 
 
 def cautions(config: Config) -> list[str]:
-    """Return known losses of quality with the codecs that a configuration sets for gradients.
+    """Return known losses of quality for the codecs that a configuration sets for gradients.
 
     This includes codecs of steps between nodes. Rules that cannot match gradients of `mcr.wrap`, such as
-    rules for the tag `outer.*`, are left out.
+    rules for the tag `outer.*`, are ignored.
     """
     stages = [
         (f"{spec.place}: pipeline[{at}].{spec.name}", spec.name, spec.options)
@@ -149,7 +149,7 @@ def cautions(config: Config) -> list[str]:
 
 
 def unusable(config: Config) -> list[str]:
-    """Return the rules whose codec supports none of the kinds of operations that they name."""
+    """Return the rules whose codec supports none of the kinds of operations in the rule."""
     found = []
     for rule in config.rules:
         for override in rule.overrides:
@@ -168,7 +168,7 @@ def unusable(config: Config) -> list[str]:
 
 
 def largest_alignment(config: Config, others: Sequence[str] = ()) -> int:
-    """Return the largest block, in values, of the codecs in the configuration: tensors begin at a block.
+    """Return the largest block, in values, of the codecs in a configuration; tensors are aligned to it.
 
     `others`: names of further codecs.
     """

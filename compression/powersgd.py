@@ -7,8 +7,8 @@ Optimization", NeurIPS 2019. A matrix M of n × m becomes P (n × r) and Q (m ×
     P = P with orthonormal columns
     Q = sum over ranks of Mᵀ P     result: P Qᵀ, the sum of all M projected onto the columns of P
 
-Both sums are native all_reduces of float32. Tensors of fewer than two dimensions, and matrices too small to
-gain, are sent unencoded in the first sum.
+Both sums are native all_reduces of float32. Tensors with fewer than two dimensions, and matrices too small
+for a gain, are sent unencoded in the first sum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PowerSGDOptions(CodecOptions):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of equal shape at equal distances in the values; one call processes them without a copy."""
+    """Matrices of equal shape at equal distances in the values, processed by one call without a copy."""
 
     rows: int
     columns: int
@@ -56,7 +56,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Compressed tensors of a list, and the uncompressed parts [start, end) of the values."""
+    """Compressed tensors of a list, and uncompressed ranges [start, end) of the values."""
 
     batches: tuple[_Batch, ...]
     plain: tuple[tuple[int, int], ...]
@@ -71,7 +71,7 @@ class _Layout:
 
 
 class PowerSGD(Codec):
-    """Codec of low rank. A matrix with NaN or infinity on a rank becomes NaN on all; then Q is drawn again.
+    """Low-rank codec. A matrix with NaN or infinity on any rank becomes NaN on all; then Q is drawn again.
 
     State saved with other shapes or another `rank` is not used: the iteration starts again.
     """
@@ -171,7 +171,7 @@ class PowerSGD(Codec):
         return self._layouts[key]
 
     def _warm(self, batch: _Batch, device: torch.device) -> torch.Tensor:
-        """Return Qᵀ of the previous call, with rows scaled so that P neither over- nor underflows."""
+        """Return Qᵀ of the previous call, with rows scaled so that P does not overflow or underflow."""
         first, _ = self._drawn(batch, device)
         shape = (batch.count, batch.rank, batch.columns)
         earlier = self._rights.get(batch.key)
@@ -189,7 +189,7 @@ class PowerSGD(Codec):
             text = f"{self.options.seed} {batch.rows}x{batch.columns} {self._key}"
             key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
             random = np.random.Generator(np.random.Philox(key=key))
-            # uniform, because it is exact on any processor, unlike logarithms and sines
+            # uniform: unlike logarithms and sines, exact on any processor
             first, spare = (
                 torch.from_numpy(random.random((batch.rank, size), np.float32) * 2 - 1).to(device)
                 for size in (batch.columns, batch.rows)
@@ -225,7 +225,7 @@ def _pays(rows: int, columns: int, options: PowerSGDOptions) -> bool:
 
 
 def _runs(offsets: Sequence[int], size: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Cut offsets into runs of equal distance; yield each run with its distance, `size` for a run of one."""
+    """Split offsets into runs of equal distance; yield run and distance (`size` for a run of one)."""
     at = 0
     while at < len(offsets):
         end = at + 1

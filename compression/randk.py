@@ -1,4 +1,4 @@
-"""Codec `randk`: sends random values at equal positions on all ranks, so that a library can sum them.
+"""Codec `randk`: send values at random positions, equal on all ranks, so that a library can sum them.
 
 Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Konečný et al., "Federated Learning: Strategies for
 Improving Communication Efficiency", 2016 (rescaled, unbiased). Positions are drawn, not sent.
@@ -24,8 +24,8 @@ class RandKOptions(CodecOptions):
     Attributes:
         ratio: share of the values to send, rounded up to at least one value.
         seed: seed of the positions; equal on all ranks.
-        rescale: True to multiply decoded values by n / k: their mean over many steps is then the value
-            itself, but their variance is large. Without it, training needs error feedback.
+        rescale: True to multiply decoded values by n / k. The mean over many steps is then the value itself,
+            but the variance is large. Without rescaling, training needs error feedback.
     """
 
     ratio: float = Field(default=0.01, ge=1e-6, le=1)
@@ -34,9 +34,9 @@ class RandKOptions(CodecOptions):
 
 
 class RandK(Codec):
-    """Codec of random positions. It has no payloads, because sent values are meaningless without their step.
+    """Codec of random positions. It has no payloads, because sent values are meaningless without the step.
 
-    The step is the number of earlier calls of `exchange`, equal on all ranks; it is the only state. A NaN or
+    The step, the number of earlier calls of `exchange`, is equal on all ranks and the only state. A NaN or
     an infinity becomes visible in the step that sends its position; until then error feedback keeps it.
     """
 
@@ -56,7 +56,7 @@ class RandK(Codec):
         self._step = 0
 
     def sent(self, numel: int) -> int:
-        """Return how many of `numel` values are sent."""
+        """Return the number of values sent of `numel`."""
         return min(numel, max(1, math.ceil(self.options.ratio * numel)))
 
     def enter(self, rank: int, key: str) -> None:  # noqa: D102, ARG002 - all ranks draw the same

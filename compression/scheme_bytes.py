@@ -1,4 +1,4 @@
-"""Bytes sent by a compressed operation, computed before it is bound."""
+"""Compute the bytes sent by a compressed operation before it is bound."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _OWN: Final = ("inputs", "outputs", "signature", "prepare", "after", "input_coun
 
 
 class Scheme(ABC):
-    """Composition of a compressed operation, `signature` as the program issued it, from others."""
+    """Composes a compressed operation (`signature`, as issued by the program) from other operations."""
 
     def __init__(
         self, codec: Codec, signature: Signature, rank: int, make_state: MakeState, pool: Pool
@@ -78,7 +78,7 @@ class Scheme(ABC):
         return PayloadExchange(kind, self.signature, numel, self.payloads, self.rank, next)
 
     def state(self, like: torch.Tensor, numel: int) -> CompressorState:
-        """Return the operation's state; the first call creates it for `numel` values on `like`'s device."""
+        """Return the operation's state; the first call creates it, for `numel` values on `like`'s device."""
         if self._state is None:
             self._state = self._make_state(like.device, numel)
         return self._state
@@ -94,7 +94,7 @@ class Scheme(ABC):
         return self._pool.lease(torch.device(self.signature.device)), rest
 
     def following(self, message: Message, state: CompressorState) -> Work | None:
-        """Return the work that must be complete before a call begins, None if it may begin at once.
+        """Return the work that must be complete before a call begins; None if the call may begin at once.
 
         A call that starts from the previous call's result waits for that call, on all ranks.
         """
@@ -297,16 +297,13 @@ class RelayScheme(Scheme):
 
         sent.works[-1].then(lease.release_after(decode))
         handle = self.handle(sent.works, rest)
-        # Only the handle raises the error: the next call, which waits for the last operation of
-        # this call, asks for all values.
+        # Only the handle raises the error. The next call, which waits for the last operation of this call,
+        # requests all values.
         return handle.then(refuse) if self.keeps else handle
 
     @property
     def _own(self) -> int | None:
-        """Index of the part that this rank sends to itself; for a scatter, among the sent parts.
-
-        Returns None if there is no such part.
-        """
+        """Index of the part that this rank sends to itself (for a scatter, among the sent parts), or None."""
         is_root = self.signature.root in (None, self.rank)
         if self.signature.kind == "broadcast":
             return 0 if is_root else None
@@ -351,7 +348,7 @@ class TwoShot(Scheme):
         counts = self._counts(message, values.numel())
         begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
         state = self.state(values, values.numel())
-        mine = values[begins[me] : begins[me] + counts[me]]  # summed here, so it is never encoded
+        mine = values[begins[me] : begins[me] + counts[me]]  # summed here, so never encoded
 
         def write(index: int, wire: torch.Tensor) -> int:
             if index == me or not counts[index]:
@@ -449,7 +446,7 @@ def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:
         return NativeScheme if traits.elementwise else AdditiveRounds
     if signature.kind in MOVED:
         return RelayScheme
-    # With two ranks, one shot sends as much as two, waits once instead of twice, and encodes no sum.
+    # With two ranks, one shot sends as much as two shots, waits once instead of twice, and encodes no sum.
     one_shot = traits.sparse or signature.ranks == 2
     return GatherReduce if one_shot and signature.kind in _BACK else TwoShot
 
@@ -457,7 +454,7 @@ def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:
 def _parts(
     tensors: Sequence[torch.Tensor], counts: Sequence[int] | None, many: int
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the parts of a rank's input or output, and the number of values of each."""
+    """Return the parts of a rank's input or output, and the number of values in each part."""
     if not tensors:
         return [], []
     flat = tensors[0].view(-1)

@@ -1,8 +1,8 @@
 """Codec `sign1`: the signs of values and the mean magnitude of each block of 1024; 1.03 bits a value.
 
-It is EF-signSGD (Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+This is EF-signSGD (Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
 ICML 2019), block by block. The mean magnitude is the scale with the smallest squared error for given signs.
-The error of a value is at most its magnitude plus the scale, so it needs error feedback.
+The error of a value is at most its magnitude plus the scale, so training needs error feedback.
 """
 
 from __future__ import annotations

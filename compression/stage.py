@@ -1,4 +1,4 @@
-"""Stage `compress`: rewrites an operation into operations on encoded values for the later stages."""
+"""Stage `compress`: replaces an operation by operations on encoded values for the later stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("mcr_plus")
 
 
 class CompressStage(Stage):
-    """Stage that chooses a codec by the call's `compress=`, else a rule, else the stage's own option.
+    """Stage that takes the codec from the call's `compress=`, else a rule, else the stage's options.
 
     If the call names a codec that does not support the operation, binding raises an error. If the
     configuration names it, the operation is sent uncompressed, with a note, and a warning if a rule names it.
@@ -59,7 +59,7 @@ class CompressStage(Stage):
         self._one_clock = context.world.hosts_of(context.group) == 1
         self._explains = context.runtime is None
         self._warns_of = None if self._explains or context.group.rank else context.place
-        self._restored: MutableMapping[str, Any] = {}  # loaded state, until an operation asks for it
+        self._restored: MutableMapping[str, Any] = {}  # loaded state, until an operation needs it
         self._pool = Pool()
         hosts = context.world.hosts
         here = hosts[context.world.rank]
@@ -75,7 +75,7 @@ class CompressStage(Stage):
         return self._pool.nbytes
 
     def state(self) -> dict[str, Any]:
-        """Return the state by operation name; for operations not called since loading, the loaded state."""
+        """Return the state by operation name; the loaded state for operations that were not called since."""
         state: dict[str, Any] = {}
         for name, instance in self._instances.items():
             if instance.restored:
@@ -92,7 +92,7 @@ class CompressStage(Stage):
                 instance.restore(kept.pop(name))
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Free the residuals of operations that are never issued again: they would start from zero."""
+        """Free the residuals of operations that are never issued again."""
         for name in [name for name in self._restored if is_over(name)]:
             del self._restored[name]
         for name, instance in self._instances.items():
@@ -105,7 +105,7 @@ class CompressStage(Stage):
             del self._instances[name]
 
     def bind(self, signature: Signature, next: Next) -> Issue:
-        """Bind the operations on encoded values, or the operation itself."""
+        """Bind the operations on encoded values, or the unchanged operation."""
         compress = signature.compress
         plain = signature.replace(compress=None, parts=None, key=None)
         options = self._options if compress is None else options_from_call(signature)
@@ -134,7 +134,7 @@ class CompressStage(Stage):
         return on_host if self._explains else stage_through_host(signature, on_host)
 
     def _refusal(self, codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
-        """Return why an operation cannot be compressed here; None if it can."""
+        """Return the reason why an operation cannot be compressed here; None if it can."""
         reason = refusal(codec, options, signature) or _named(signature)
         if reason is None and signature.is_p2p and codec.traits.keeps_received and signature.device != "cpu":
             streaming = [name for name, library in self._libraries.items() if library.on_stream]
@@ -161,7 +161,7 @@ class CompressStage(Stage):
             self._warns_of = None
 
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
-        """See `Stage.treatment`; the alignment fits every codec that the operation may get."""
+        """See `Stage.treatment`; the alignment suits every codec that the operation may get."""
         compress = signature.compress
         options = self._options if compress is None else options_from_call(signature)
         codec = None if options.codec == "none" else codec_of(options)
@@ -293,13 +293,13 @@ class CodecInstance:
         return self._state
 
     def begin_anew(self) -> None:
-        """Drop the state: the next call starts again."""
+        """Drop the state; the next call starts from zero."""
         self._state, self.restored, self.resumed, self.calls = None, {}, False, 0
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the tensors of another job, now or at the first call.
 
-        Raises `InvalidArgument` when they are loaded, if they do not fit the operation.
+        Raises `InvalidArgument` at loading if the tensors do not fit the operation.
         """
         self.restored, self.resumed = dict(tensors), True
         if self._state is not None:
@@ -361,7 +361,8 @@ def _use(codec: Codec) -> None:
             many = torch.zeros(_MANY, device="cpu")
             codec.encode(many, torch.empty(codec.wire_numel(_MANY), dtype=codec.wire_dtype, device="cpu"))
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
-            # Several rows, as in use: parts of a single row would be contiguous, another compiled type.
+            # Several rows, as in real calls: parts of a single row would be contiguous, which is another
+            # compiled type.
             wire[1] = wire[0]
             codec.reduce(wire[:2], total, wire[2], skip=-1)
             codec.sum_payloads(wire[:2], total, 0.5)
@@ -404,7 +405,7 @@ def _with_residual(raw: Issue, instance: CodecInstance) -> Issue:
                         copy.copy_(tensor)
                     state.add_residual(copy.view(-1))
 
-            # A new message, because a persistent operation issues the same message repeatedly.
+            # Create a new message, because a persistent operation issues the same message repeatedly.
             message = message.with_tensors(inputs, inputs if in_place else message.outputs, prepare=prepare)
         return raw(message)
 
@@ -427,14 +428,14 @@ def _label(options: CompressOptions) -> str:
 
 
 def _named(signature: Signature) -> str | None:
-    """Return why the algorithm named for an operation cannot be used, None if none is named."""
+    """Return the reason why the algorithm named for an operation cannot be used; None if none is named."""
     if signature.backend is None or ":" not in signature.backend:
         return None
     return f"compression replaces it by other operations, to which {signature.backend} cannot be applied"
 
 
 def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, asked: bool) -> str | None:
-    """Return why compression does not pay off, None if it may."""
+    """Return the reason why compression does not pay off; None if it may."""
     if signature.ranks == 1:
         return "a group of one rank sends nothing"
     nbytes = signature.nbytes

@@ -1,4 +1,4 @@
-"""`CompressorState`: state of a compressed operation between calls; subclasses add residuals or estimates."""
+"""`CompressorState`: state of a compressed operation between calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Wires = torch.Tensor | Sequence[torch.Tensor]
 class CompressorState:
     """Layer between an operation's values and its codec; the base class keeps no state between calls.
 
-    Subclasses keep state between the calls of one operation. Values, sums and results are flat and
-    contiguous, sums are float32, payloads as in `PayloadCodec`; `lo` is the offset of a part in the
+    Subclasses keep residuals or estimates between the calls of one operation. Values, sums and results are
+    flat and contiguous, sums are float32, payloads as in `PayloadCodec`; `lo` is the offset of a part in the
     operation's values, in elements.
     """
 
@@ -45,12 +45,12 @@ class CompressorState:
     def begin_call(self) -> bool:
         """Begin a call before its parts are encoded, for codecs with `keeps_received`.
 
-        Returns True if this rank needs all values of the parts it receives.
+        Returns True if this rank needs all values of the parts that it receives.
         """
         return False
 
     def end_call(self) -> None:
-        """End a call after its parts have been decoded; its state may then be dropped."""
+        """End a call after its parts have been decoded; the state may then be dropped."""
 
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: ARG002
         """Write the payload of sent part `index`; return its length in elements."""
@@ -61,11 +61,11 @@ class CompressorState:
         raise NotImplementedError
 
     def decode_part(self, index: int, wire: torch.Tensor, out: torch.Tensor, own: int | None = None) -> None:  # noqa: ARG002
-        """Decode received part `index` to `out`; `own`: its index as a sent part, if this rank sent it."""
+        """Decode received part `index` to `out`. `own`: index among the sent parts, if this rank sent it."""
         self.decode(wire, 0, out)
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: ARG002
-        """Write `scale` times a part that stays on this rank to `total`, float32 and of the part's size."""
+        """Write `scale` times a part that stays on this rank to `total` (float32, as large as the part)."""
         torch.mul(values, scale, out=total)
 
     def reduce(
@@ -103,7 +103,7 @@ class CompressorState:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load saved tensors by name: the mean over ranks of an `own` tensor, all ranks' parts of a `shard`.
 
-        Raises `KeyError` or `RuntimeError` if they do not fit.
+        Raises `KeyError` or `RuntimeError` if the tensors do not fit.
         """
         if tensors:
             self._codec.load_state(tensors)

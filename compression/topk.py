@@ -1,8 +1,8 @@
-"""Codec `topk`: sends the values of largest magnitude and their positions; other values wait.
+"""Codec `topk`: send the values of largest magnitude and their positions; other values wait.
 
 Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; Lin et al., "Deep
 Gradient Compression", ICLR 2018. Training needs error feedback, which keeps unsent values for later steps.
-Sums over many ranks gather all payloads, so they pay off only while ranks × ratio is small.
+Sums over many ranks gather all payloads, so the codec pays off only if ranks × ratio is small.
 
 With `chunk` the largest values of every chunk are sent, as in SparseLoCo (Sarfi et al., "Communication
 Efficient LLM Pre-training with SparseLoCo", 2025: 64 of 4096, in 2 bits), and positions take fewer bits; see
@@ -26,7 +26,7 @@ class TopKOptions(CodecOptions):
     """Options of topk.
 
     Attributes:
-        ratio: share of the values, with `chunk` of each chunk, to send; rounded up to at least one value.
+        ratio: share of the values to send (with `chunk`, of each chunk); at least one value is sent.
         values: format of the sent values: floats, or 4 or 2 bits with two bfloat16 levels per chunk.
         chunk: number of values among which the largest are chosen; None takes the whole tensor. Without it,
             positions take 2 bytes each, and 4 more per 65536 values; in chunks of 4096, positions at ratio
@@ -54,7 +54,7 @@ _BITS: Final = {"float32": 32, "bf16": 16, "int4": 4, "int2": 2}
 class TopK(PayloadCodec):
     """Codec of largest values. Infinities and NaN count as largest, so they are sent and stay visible.
 
-    With 4 or 2 bits, all sent values of their chunk decode to NaN.
+    With 4 or 2 bits, all sent values of a chunk with infinity or NaN decode to NaN.
     """
 
     Options = TopKOptions

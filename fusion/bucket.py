@@ -1,10 +1,10 @@
-"""Assignment of tensors to buckets, computed from plain numbers without torch.
+"""Assign tensors to buckets; computed from plain numbers, without torch.
 
     by_size(entries, limit=25 << 20, first_limit=1 << 20)     # as full as the limit allows
     earliest_finish(entries, cost)                            # the partition that completes first
 
-Entries are in the order in which they become ready. The plan depends only on entries, limits and costs, so
-all ranks get the same plan if these are equal.
+Entries are in the order in which they become ready. The plan depends only on entries, limits and costs: if
+these are equal on all ranks, so is the plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Function from sizes in bytes to expected times of operations, in the unit of `BucketEntry.ready`."""
-_SLACK: Final = 2.0  # a bucket is filled further only while it can wait this many times its expected time
-_SHORT: Final = 3.0  # a bucket is filled further up to this many times the shortest operation
+_SLACK: Final = 2.0  # a bucket is filled further only if it can wait for this multiple of its expected time
+_SHORT: Final = 3.0  # a bucket is filled further up to this multiple of the shortest operation's time
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Entries sent as one operation: their ids, their offsets and the total length in bytes."""
+    """Entries sent as one operation: ids, offsets and total length in bytes."""
 
     like: Hashable
     members: tuple[int, ...]
@@ -45,10 +45,10 @@ class Bucket:
 def by_size(
     entries: Sequence[BucketEntry], *, limit: int, first_limit: int | None = None, alignment: int = 1
 ) -> list[Bucket]:
-    """Fill buckets in the order of the entries, up to `limit` bytes each; return them as they fill up.
+    """Fill buckets in the order of the entries, up to `limit` bytes each; return them in fill order.
 
-    The first bucket of each `like` holds at most `first_limit`, so that sending begins early. An entry larger
-    than the limit gets a bucket of its own. Every entry begins at a multiple of `alignment` bytes.
+    The first bucket of each `like` holds at most `first_limit` bytes, so that sending begins early. An entry
+    larger than the limit gets a bucket of its own. Every entry begins at a multiple of `alignment` bytes.
     """
     filled: list[tuple[int, list[BucketEntry]]] = []  # index of the last entry, and the entries
     opened: dict[Hashable, list[BucketEntry]] = {}
@@ -78,8 +78,8 @@ def earliest_finish(entries: Sequence[BucketEntry], cost: Cost, *, alignment: in
         f(j) = min over i < j of max(f(i), ready of entry j) + cost(bytes of entries i+1 … j),
 
     is the exact minimum, found in O(n²), because a bucket only delays later buckets. Every operation also
-    takes processor time from the computation, so short buckets are then filled with earlier entries, from the
-    last bucket on, if they can wait: while a bucket takes at most three times as long as the shortest
+    takes processor time from the computation. So short buckets that can wait are then filled with earlier
+    entries, beginning with the last bucket: while a bucket takes at most three times as long as the shortest
     operation, and twice its expected time remains before the next bucket must begin.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Buffers for operations of a kind that are sent as one, and copies into and out of the buffers."""
+"""Buffers for fused operations of one kind, and copies into and out of the buffers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class BucketLayout:
     """Memory layout of a bucket of operations of one kind on `ranks` ranks, with a pool of buffers.
 
     `input_parts`, `output_parts`: number of parts of a rank's input and output. `in_place`: True if both are
-    the same memory. `alignment`: in elements; every member begins at a multiple of it, after zeros. `budget`:
-    counts the bytes of allocated buffers of all layouts, and bounds the pool.
+    the same memory. `alignment`: alignment of each member in elements; gaps are zeros. `budget`: counts the
+    bytes of allocated buffers of all layouts, and bounds the pool.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BucketLayout:
 
     @property
     def share(self) -> float:
-        """Memory of a bucket relative to its payload, the larger of its input and output."""
+        """Memory of a bucket relative to its payload, which is the larger of input and output."""
         return (
             1.0
             if self.in_place
@@ -58,12 +58,12 @@ class BucketLayout:
         return numel * max(self.input_parts, self.output_parts)
 
     def steps(self, numels: Sequence[int]) -> Sequence[int]:
-        """Return the distances in elements between the beginnings of consecutive members."""
+        """Return the distances between consecutive members, in elements."""
         alignment = self.alignment
         return numels if alignment == 1 else [-(-numel // alignment) * alignment for numel in numels]
 
     def take(self, numel: int, device: torch.device) -> BucketBuffer:
-        """Return a buffer for `numel` elements per part: from the pool if one is large enough, else new."""
+        """Return a buffer for `numel` elements per part, from the pool if one is large enough, else new."""
         for index, buffer in enumerate(self._buffers):
             if buffer.numel >= numel:
                 streams.follow(buffer.used, device)
@@ -96,7 +96,7 @@ class BucketLayout:
 class BucketBuffer:
     """Flat input and output of a bucket; the same tensor if the operation works in place.
 
-    `used`: event after the last use on a device, for a next use on another stream.
+    `used`: device event recorded after the last use, because the next use may be on another stream.
     """
 
     __slots__ = ("nbytes", "numel", "source", "target", "used")
@@ -132,7 +132,7 @@ def join(
 ) -> None:
     """Concatenate part r of every tensor, of `numels` elements each, into part r of `out`.
 
-    `steps`: distances in elements between the beginnings of consecutive tensors; gaps are zeroed.
+    `steps`: distances between consecutive tensors, in elements; gaps are zeroed.
     """
     if out.is_cpu:
         _pack().join(tensors, numels, out, rows, steps)

@@ -1,7 +1,7 @@
-"""Coalesced calls: many tensors in few operations.
+"""Pack the tensors of a coalesced call into few operations.
 
 Small tensors of a dtype are packed into one input and one output buffer. A large tensor is sent by itself,
-because copying it would cost more than the operation that packing saves.
+because copying it would cost more than a separate operation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CoalescedPart:
 
     @property
     def call(self) -> str | None:
-        """See `Signature.call`; compared, because buckets of different tensors may have equal sizes."""
+        """See `Signature.call`; ranks compare it, as buckets of different tensors may have equal sizes."""
         return None if self.layout is None else f"bucket of {bucket_text(self.numels)}"
 
     def finish(self) -> None:
@@ -50,7 +50,7 @@ class CoalescedPart:
 
 
 class Coalescer:
-    """Packer of a call's tensors into few operations; it owns the buffers."""
+    """Packs a call's tensors into few operations; owns the buffers."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -69,7 +69,7 @@ class Coalescer:
         outputs: Sequence[torch.Tensor],
         alignments: Mapping[torch.dtype, int],
     ) -> list[CoalescedPart]:
-        """Return the operations to issue; they are equal on all ranks if sizes and dtypes are equal.
+        """Return the operations to issue, which are equal on all ranks if sizes and dtypes are equal.
 
         `inputs` and `outputs` are contiguous; they are the same tensors if the operation works in place.
         `alignments`: elements per codec block, by dtype.

@@ -17,7 +17,7 @@ FUSIBLE: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_sca
 """Kinds of operations that can be fused."""
 
 
-_FILE: Final = re.compile(r"[./\\]")  # characters of a path; a misspelt word has none of them
+_FILE: Final = re.compile(r"[./\\]")  # a path has one of these characters, a misspelt word does not
 _PLANS: Final = ("size", "exact", "auto")
 
 
@@ -47,20 +47,20 @@ def _plan_text(plan: str | TableRef) -> str:
 class FuseOptions(StageOptions):
     """Options of `fuse`. Sizes are in bytes.
 
-    `bucket`: the limit of a bucket, counting the larger of an operation's input and output. `first_bucket`:
+    `bucket`: the limit of a bucket; an operation counts with the larger of input and output. `first_bucket`:
     the limit of the first bucket after a flush, so that sending begins early; None uses `bucket`. `kinds`:
-    the kinds of operations to fuse. `memory`: the limit of all buckets not yet waited for; beyond it,
-    operations are sent unfused.
+    the kinds of operations to fuse. `memory`: the limit of all buckets that have not been waited for; above
+    it, operations are sent unfused.
 
     `order`: the order of sending open buckets: `ready` sends the oldest bucket first, `priority` the newest,
     for example the gradients of the first layer, which the next forward pass needs first. (Hooks such as
     `mcr.wrap` wait for all their buckets together, so `order` does not affect them.) `plan`: the gradient
     buckets of hooks. `size` fills them up to `bucket`. `exact` computes them from the times at which
     gradients become ready and the table's costs, so that the last operation completes as early as possible;
-    `bucket` then has no effect. `auto` searches buckets in the job, tries them in turn with the buckets of
-    `size`, and keeps the better ones; it needs no table. Any other value is the path of a file with the
-    buckets of a model, see `mcr-plus plan`. `codecs`: names of lossy codecs that `auto` may choose for
-    buckets if they shorten the step; none by default.
+    `bucket` then has no effect. `auto` searches for buckets in the job, tries them alternately with the
+    buckets of `size`, and keeps the faster ones; it needs no table. Any other value is the path of a file
+    with the buckets of a model, see `mcr-plus plan`. `codecs`: names of lossy codecs that `auto` may choose
+    for buckets if they shorten the step; none by default.
     """
 
     bucket: Annotated[Bytes, Field(gt=0)] = 25 << 20

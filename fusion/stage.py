@@ -3,9 +3,9 @@
 Operations of different tags have separate buckets, because rules, records and rank comparison use the tag.
 
 A bucket is sent when it is full or the next operation does not fit. All open buckets of the group are sent,
-oldest first (newest first with `order: priority`), when any member is waited for or polled, and at `flush()`;
-so ranks may wait for their handles in different orders. Sending depends only on the program's order of
-operations, which is the same on all ranks, and never on time.
+oldest first (newest first with `order: priority`), when the program waits for any member or polls it, and at
+`flush()`. So ranks may wait for their handles in different orders. Sending depends only on the program's
+order of operations, which is the same on all ranks, never on time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from mcr_plus.pipeline.treatment import Treatment
 class FuseStage(Stage):
     """Stage that collects asynchronous operations in buckets, and sends each bucket as one operation.
 
-    Waits and flushes are part of the program's order: ranks that wait at different places send different
-    buckets, which raises `OrderMismatch`.
+    Waits and flushes count as part of the program's order: if ranks wait at different places, their buckets
+    differ, which raises `OrderMismatch`.
     """
 
     Options = FuseOptions
@@ -93,7 +93,7 @@ class FuseStage(Stage):
             self._runtime.flush_pending()
 
     def _flush_if_a_peer_waits(self) -> None:
-        """Send the first open bucket if a peer has sent its bucket and this rank is blocked before its flush.
+        """Send the first open bucket if a peer has sent it, and this rank blocks before its own flush.
 
         Example: rank 1 waits for an all_reduce and then sends, while rank 0 receives first and has the
         all_reduce in an open bucket. The bucket is sent only if its digest equals the digest that the peer
@@ -191,7 +191,7 @@ class _FusionGroup:
         return Issue(start, start_in_place=add_to_bucket if in_place else None)
 
     def _opened(self, nbytes: int) -> _OpenBucket | None:
-        """Open a new bucket; return None if the memory of buckets not yet waited for is used up."""
+        """Open a new bucket; return None if the memory limit of pending buckets is reached."""
         first = self.open is None
         if not first:
             self.runtime.flush_pending(self.open)
@@ -204,9 +204,9 @@ class _FusionGroup:
         return bucket
 
     def bound(self, numels: Sequence[int]) -> tuple[Signature, Issue]:
-        """Return signature and bound `Issue` of a bucket whose members have `numels` elements per part.
+        """Return the signature and the bound `Issue` of a bucket; `numels`: elements per part of each member.
 
-        Called only when the bucket is sent: at the same place of the program on all ranks.
+        Called only when the bucket is sent, which is at the same place in the program on all ranks.
         """
         key = tuple(numels)
         bound = self._bound.get(key)
@@ -217,7 +217,7 @@ class _FusionGroup:
         return bound
 
     def bucket_signature(self, numels: Sequence[int]) -> Signature:
-        """Return the signature of a bucket whose members have `numels` elements per part."""
+        """Return the signature of a bucket; `numels`: elements per part of each member."""
         layout = self.layout
         total = sum(layout.steps(numels))
         nbytes = layout.numel(total) * layout.dtype.itemsize
@@ -227,8 +227,8 @@ class _FusionGroup:
     def digests(self, signature: Signature) -> frozenset[int]:
         """Return the digests that peers would publish for an operation: one for each part in this group.
 
-        It binds in a dry run, because real binds must happen at the same places on all ranks, and this rank
-        may be the only caller.
+        This is a dry run: real binds must happen at the same places on all ranks, and this rank may be the
+            only caller.
         """
         digests = self._digests.get(signature)
         if digests is None:
@@ -242,7 +242,7 @@ class _FusionGroup:
 class _MemoryLimit:
     """Memory limit of buckets that have not been waited for.
 
-    Reservations follow the program's order, so ranks agree on whether a bucket fits.
+    Reservations follow the program's order, so all ranks come to the same result.
     """
 
     def __init__(self, limit: int) -> None:
@@ -263,7 +263,7 @@ class _OpenBucket:
     """Bucket of pending operations, and the operation that carries them.
 
     Members of equal size share a handle, because all complete with the bucket. `first` and `unfused`: the
-    first member's signature and its rest of the pipeline, used if it stays the only member.
+    first member's signature and the rest of its pipeline, used if there is no second member.
     """
 
     __slots__ = (
@@ -326,7 +326,7 @@ class _OpenBucket:
         return self.error
 
     def _follow_members(self, device: torch.device) -> None:
-        """Order the current stream after the members' streams, which may still be writing their values."""
+        """Order the current stream after the members' streams, which may still write values."""
         here = streams.streams_of(device).current()
         for stream in self._streams:
             if stream != here:
@@ -391,7 +391,7 @@ class FusedWork(Work):
             bucket.work.wait(timeout)  # orders the stream of this call, too
 
     def is_completed(self) -> bool:
-        """Return True if the operation is complete; send its bucket, because the program may only poll."""
+        """Return True if the operation is complete. Sends the bucket, because the program may only poll."""
         bucket = self._bucket
         if bucket.work is None and bucket.error is None:
             bucket.group.runtime.flush_pending()

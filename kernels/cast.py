@@ -1,13 +1,14 @@
-"""float32 rounded stochastically to bfloat16 or float16: torch reference, CPU kernels, launcher.
+"""Round float32 stochastically to bfloat16 or float16: torch reference, CPU kernels, launcher.
 
-A value between two neighbours becomes the upper one with the probability that makes the mean the value. Its
-random bits are those of its index in a stream (see `mcr_plus.kernels.counter`), so the result depends on the
-key alone. They are added below the last bit that stays, and what is then below it is cut off:
+A value between two neighbours is rounded up with the probability that makes the mean equal to the value. The
+random bits come from the value's index in a stream (see `mcr_plus.kernels.counter`), so the result depends
+only on the key. Random bits are added below the last bit that is kept, and the lower bits are then cut off:
 
-    bfloat16: 16 bits. float16: 13 bits, and more for values below 2^-14, whose neighbours are all 2^-24
-    apart. At most 31 are random, so the probabilities of values below 2^-32 are cut to multiples of 2^-31.
+    bfloat16: 16 bits. float16: 13 bits, and more for values below 2^-14, where neighbours are 2^-24
+    apart. At most 31 bits are random, so for values below 2^-32, probabilities are multiples of 2^-31.
 
-NaN becomes the quiet NaN; infinities stay; beyond the largest finite number, the upper neighbour is infinity.
+NaN becomes the quiet NaN, infinities are kept, and the upper neighbour of the largest finite number is
+infinity.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from mcr_plus.kernels import counter, cpu
 
 BLOCK: Final = 1024
-_SEGMENT: Final = 1 << 32  # indices of a key are of 32 bits; beyond, there are further keys
+_SEGMENT: Final = 1 << 32  # indices of a key have 32 bits; larger arrays use several keys
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _SIGN: Final = np.uint32(0x80000000)
 _INFINITE: Final = np.uint32(0x7F800000)
@@ -40,11 +41,11 @@ _FP16_NAN: Final = np.uint32(0x7E00)
 _FP16_INFINITE: Final = np.uint32(0x7C00)
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor, key: counter.Key) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     random = counter.draw_reference(torch.arange(values.numel(), device=values.device), key)
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 31 << 15
@@ -81,7 +82,7 @@ def _float16(bits, random):  # type: ignore[no-untyped-def]
     magnitude = np.uint32(bits & _MAGNITUDE)
     exponent = np.uint32(magnitude >> _23)
     normal = np.uint32(np.uint32(np.uint32(magnitude + np.uint32(random & _LOW_13)) >> _13) - _REBIAS)
-    # 13 bits and one for each binade below 2^-14; of a value so small that this is over 31, its upper bits.
+    # 13 bits, plus one for each binade below 2^-14. If that exceeds 31, only the upper bits are random.
     shift = np.uint32(_13 + _NORMAL - min(exponent, _NORMAL))
     whole = np.uint32(np.uint32(magnitude & _FRACTION) | np.uint32(min(exponent, _ONE) * _LEADING))
     whole = np.uint32(whole >> np.uint32(min(max(shift, _31) - _31, _31)))
@@ -108,7 +109,7 @@ def _to_float16(bits, start, first, second, out):  # type: ignore[no-untyped-def
 @cpu.compiled
 def _encode_bfloat16(bits, first, second, out, lo, hi):  # type: ignore[no-untyped-def]
     whole = min(hi, bits.size // BLOCK)
-    for block in range(lo, whole):  # slices of a constant length, or no vector instructions
+    for block in range(lo, whole):  # constant slice lengths give vector instructions
         at = block * BLOCK
         _to_bfloat16(bits[at : at + BLOCK], np.uint32(at), first, second, out[at : at + BLOCK])
     for block in range(whole, hi):
@@ -133,7 +134,7 @@ def _encode_float16(bits, first, second, out, lo, hi):  # type: ignore[no-untype
 def encode(values: torch.Tensor, wire: torch.Tensor, *name: object) -> None:
     """Round flat float32 `values` to `wire`: bfloat16 or float16, of the same size.
 
-    `name`: of the random stream; other names, other random bits.
+    `name`: name of the random stream, which determines the random bits.
     """
     for segment, begin in enumerate(range(0, values.numel(), _SEGMENT)):
         part = slice(begin, begin + _SEGMENT)

@@ -1,19 +1,20 @@
-"""64-bit checksums of memory, one for every 64 KiB, at about the speed at which a core reads; CPU kernels.
+"""64-bit checksums of memory, one per 64 KiB, at about the speed of reading; CPU kernels.
 
-A block is read in rows of 64 words of 64 bits, the last row filled up with zeros. Each of 64 chains, which
-do not wait for each other, takes one word of every row: the exclusive or of the two is multiplied, each half
-of 32 bits by an odd number, and the product with its halves exchanged is folded by what its halves are, 15
-bits lower. That is one instruction for each of five steps, where processors before AVX-512 have ten for a
-product of 64 bits. Then chain i takes chain i + 32, rotated, by `mixed` of `kernels/digest.py`, chain i then
-chain i + 16, down to one word. Each step is a bijection of either of its arguments, so that one changed word
-always changes the checksum, and several but for one case in 2^64. It is no protection against an attacker.
+A block is read in rows of 64 words of 64 bits; the last row is padded with zeros. Each of 64 independent
+chains takes one word of every row. Chain and word are combined by exclusive or, each 32-bit half is
+multiplied by an odd number, and the product, with halves exchanged, is folded with its halves shifted down by
+15 bits. Each of these five steps is one instruction; processors before AVX-512 need ten for a product of 64
+bits. At the end, chain i takes chain i + 32, rotated, by `mixed` of `kernels/digest.py`, then chain i + 16,
+and so on down to one word. Each step is a bijection of either argument. So one changed word always changes
+the checksum, and several changed words do so except for one case in 2^64. The checksum is no protection
+against an attacker.
 
-A multiplication does not spread the highest bit of a half. A flip of bit 63 changes bits 31 and 48 of a
-chain, whatever is in it, and flips of the bits below it often do the same to theirs. What undoes that must
-therefore not be flips of the same line of a bus, in another word: hence a fold that is no multiple of eight
-bits, and the rotation before two chains meet, where both may have changed in the last row.
+A multiplication does not spread the highest bit of a half. A flip of bit 63 always changes bits 31 and 48 of
+a chain, and flips of lower bits often change two bits in the same way. A flip in another word that cancels
+this change must not be on the same line of a bus. Therefore the fold is not by a multiple of eight bits, and
+chains are rotated before they are combined, since both may have changed in the last row.
 
-All functions take addresses: an array would cost as much as the checksum of a small payload.
+All functions take addresses, because an array argument costs as much as the checksum of a small payload.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mcr_plus.kernels.digest import FACTOR, FOLD, SEED, mix, mixed, to_signed
 
 
 def _signed_half(value: int) -> int:
-    """The int32 with the lowest 32 bits."""
+    """Return the lowest 32 bits as an int32."""
     return (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
 
 
@@ -47,10 +48,10 @@ FLOW_WORDS: Final = 4
 _VECTOR: Final = 8
 _TURN: Final = 17
 _HALF_FOLD: Final = 15
-_FACTORS: Final = tuple(_signed_half(int(FACTOR) >> shift) for shift in (0, 32))  # of lower and upper halves
+_FACTORS: Final = tuple(_signed_half(int(FACTOR) >> shift) for shift in (0, 32))  # lower and upper half
 _SEEDS: Final = tuple(to_signed(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(_LANES))
 
-_numba: Any = numba  # partly annotated, which type checkers report here
+_numba: Any = numba  # numba's partial annotations make type checkers report errors here
 _types: Any = _numba.types
 _I32: Final = ir.IntType(32)
 _I64: Final = ir.IntType(64)
@@ -60,7 +61,7 @@ _HALVES: Final = ir.VectorType(_I32, 2 * _VECTOR)
 
 
 def reference(values: torch.Tensor) -> int:
-    """The checksum of up to `BLOCK` bytes of contiguous `values`, in plain torch."""
+    """Return the checksum of up to `BLOCK` bytes of contiguous `values`, in plain torch."""
     raw = values.reshape(-1).view(torch.uint8)
     rows = torch.nn.functional.pad(raw, (0, -raw.numel() % _ROW)).view(torch.int64).view(-1, _LANES)
     chains = torch.tensor(_SEEDS, device="cpu")
@@ -89,7 +90,7 @@ def _mix_vectors(builder: Any, left: Any, right: Any, width: int) -> Any:
 
 
 def _taken(builder: Any, chains: Any, words: Any) -> Any:
-    """The chains that have taken a vector of words."""
+    """Return the chains after they have taken a vector of words."""
     factors = ir.Constant(_HALVES, list(_FACTORS) * _VECTOR)
     product = builder.mul(builder.bitcast(builder.xor(chains, words), _HALVES), factors)
     order = [index ^ 1 for index in range(2 * _VECTOR)]
@@ -104,7 +105,7 @@ def _turned(builder: Any, chain: Any, width: int) -> Any:
 
 
 def _folded(builder: Any, chains: list[Any]) -> Any:
-    """One word of vectors of chains, see the module."""
+    """Combine vectors of chains into one word, see the module."""
     while len(chains) > 1:
         half = len(chains) // 2
         pairs = zip(chains[:half], chains[half:], strict=True)
@@ -126,7 +127,7 @@ def _folded(builder: Any, chains: list[Any]) -> Any:
 
 
 class _Chains:
-    """The chains of a block under way, which the compiler keeps in registers."""
+    """Chains of a block in progress, which the compiler keeps in registers."""
 
     def __init__(self, builder: Any) -> None:
         self._builder = builder
@@ -137,18 +138,18 @@ class _Chains:
             self._builder.store(ir.Constant(_WORDS, list(_SEEDS[first : first + _VECTOR])), place)
 
     def take(self, vectors: list[Any]) -> None:
-        """The next row."""
+        """Take the next row."""
         builder = self._builder
         for place, words in zip(self._places, vectors, strict=True):
             builder.store(_taken(builder, builder.load(place), words), place)
 
     def load(self, address: Any) -> None:
-        """Go on with chains that have been stored."""
+        """Load stored chains."""
         for place, words in zip(self._places, _row(self._builder, address), strict=True):
             self._builder.store(words, place)
 
     def store(self, address: Any) -> None:
-        """Keep the chains until they go on."""
+        """Store the chains for a later `load`."""
         for first, place in zip(range(0, _LANES, _VECTOR), self._places, strict=True):
             target = self._builder.inttoptr(_after(self._builder, address, 8 * first), _WORDS.as_pointer())
             self._builder.store(self._builder.load(place), target, align=1)
@@ -158,7 +159,7 @@ class _Chains:
 
 
 def _row(builder: Any, address: Any) -> list[Any]:
-    """The vectors of a row."""
+    """Return the vectors of a row."""
     return [
         builder.load(builder.inttoptr(_after(builder, address, 8 * first), _WORDS.as_pointer()), align=1)
         for first in range(0, _LANES, _VECTOR)
@@ -174,7 +175,7 @@ def _at(builder: Any, address: Any, row: Any) -> Any:
 
 
 def _put(builder: Any, address: Any, vectors: list[Any], streams: bool) -> None:
-    """Store a row; past the caches, which takes an address that is a multiple of 64."""
+    """Store a row; with `streams` past the caches, which requires an address that is a multiple of 64."""
     for first, words in zip(range(0, _LANES, _VECTOR), vectors, strict=True):
         place = builder.inttoptr(_after(builder, address, 8 * first), _WORDS.as_pointer())
         stored = builder.store(words, place, align=8 * _VECTOR if streams else 1)
@@ -185,7 +186,7 @@ def _put(builder: Any, address: Any, vectors: list[Any], streams: bool) -> None:
 def _take_all(
     builder: Any, chains: _Chains, address: Any, nbytes: Any, target: Any = None, streams: bool = False
 ) -> None:
-    """Take so many bytes, the last row filled up, and copy them to a target if there is one."""
+    """Take `nbytes` bytes, with the last row padded, and copy them to a target if there is one."""
     whole, rest = (each(nbytes, ir.Constant(_I64, _ROW)) for each in (builder.udiv, builder.urem))
     with cgutils.for_range(builder, whole) as loop:
         vectors = _row(builder, _at(builder, address, loop.index))
@@ -207,7 +208,7 @@ def _take_all(
 
 @_numba.extending.intrinsic
 def block_checksum(typing_context, address, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """The checksum of up to a block."""
+    """Return the checksum of at most a block."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         chains = _Chains(builder)
@@ -220,7 +221,7 @@ def block_checksum(typing_context, address, nbytes):  # type: ignore[no-untyped-
 
 @_numba.extending.intrinsic
 def copy_block(typing_context, target, source, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Copy up to a block, and return the checksum of what has been read."""
+    """Copy at most a block, and return the checksum of the source as read."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         chains = _Chains(builder)
@@ -233,7 +234,7 @@ def copy_block(typing_context, target, source, nbytes):  # type: ignore[no-untyp
 
 @_numba.extending.intrinsic
 def stream_block(typing_context, target, source, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """`copy_block` past the caches: as `stream` of `atomics`, to a target that is a multiple of 64."""
+    """Run `copy_block` past the caches, to a target that is a multiple of 64; see `stream` in `atomics`."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         chains = _Chains(builder)
@@ -246,7 +247,7 @@ def stream_block(typing_context, target, source, nbytes):  # type: ignore[no-unt
 
 @_numba.extending.intrinsic
 def begin_block(typing_context, chains):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Begin the checksum of a block that is taken part by part: `chains` is the address of `CHAIN_BYTES`."""
+    """Begin the checksum of a block that is taken in parts. `chains`: address of `CHAIN_BYTES` bytes."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         under_way = _Chains(builder)
@@ -258,7 +259,7 @@ def begin_block(typing_context, chains):  # type: ignore[no-untyped-def]  # noqa
 
 @_numba.extending.intrinsic
 def take_part(typing_context, chains, address, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Take a part of the block: a multiple of `CHAIN_BYTES`, if it is not the last one."""
+    """Take a part of the block; except for the last part, a multiple of `CHAIN_BYTES`."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         under_way = _Chains(builder)
@@ -271,7 +272,7 @@ def take_part(typing_context, chains, address, nbytes):  # type: ignore[no-untyp
 
 @_numba.extending.intrinsic
 def copy_part(typing_context, chains, target, source, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """`take_part` of a source that is copied."""
+    """Copy a part of the source, and take it like `take_part`."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         under_way = _Chains(builder)
@@ -284,7 +285,7 @@ def copy_part(typing_context, chains, target, source, nbytes):  # type: ignore[n
 
 @_numba.extending.intrinsic
 def stream_part(typing_context, chains, target, source, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """`copy_part` past the caches, to a target that is a multiple of 64."""
+    """Run `copy_part` past the caches, to a target that is a multiple of 64."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         under_way = _Chains(builder)
@@ -297,7 +298,7 @@ def stream_part(typing_context, chains, target, source, nbytes):  # type: ignore
 
 @_numba.extending.intrinsic
 def end_block(typing_context, chains):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """The checksum of a block whose parts have been taken."""
+    """Return the checksum of a block after all parts have been taken."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         under_way = _Chains(builder)
@@ -337,9 +338,9 @@ def _copy(typing_context, target, source, nbytes):  # type: ignore[no-untyped-de
 
 @cpu.compiled
 def checksums(base, cut, parts, out, lo, hi):  # type: ignore[no-untyped-def]
-    """Write the checksums of blocks `lo` to `hi` of the parts of a cut, numbered in their order, to `out`.
+    """Write the checksums of blocks `lo` to `hi` of a cut, numbered over its parts in order, to `out`.
 
-    `base`: address that the offsets of parts count from. `cut`: address of `parts` times `CUT_WORDS` int64.
+    `base`: address to which the offsets of parts are relative. `cut`: address of `parts` × `CUT_WORDS` int64.
     """
     before = 0
     for part in range(parts):
@@ -354,7 +355,7 @@ def checksums(base, cut, parts, out, lo, hi):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def changed(base, nbytes, sent, lo, hi):  # type: ignore[no-untyped-def]
-    """The first of blocks `lo` to `hi` of `nbytes` at `base` whose checksum is not that at `sent`, or -1."""
+    """Return the first of blocks `lo` to `hi` of `nbytes` at `base` that does not match `sent`, or -1."""
     for block in range(lo, hi):
         skip = block * BLOCK
         if block_checksum(base + skip, min(BLOCK, nbytes - skip)) != _load(sent + 8 * block):
@@ -364,9 +365,10 @@ def changed(base, nbytes, sent, lo, hi):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def join(flows, count, checksums, row):  # type: ignore[no-untyped-def]
-    """Write one word for each flow, of the checksums of its blocks, to the flow's words of a row.
+    """Combine the checksums of each flow's blocks into one word, and write it to the flow's words in a row.
 
-    `flows`: address of `count` times `FLOW_WORDS` int64. One block has its checksum, none has 0.
+    `flows`: address of `count` × `FLOW_WORDS` int64. For one block the word is the checksum; without blocks,
+    0.
     """
     for flow in range(count):
         words = flows + 8 * FLOW_WORDS * flow
@@ -383,38 +385,38 @@ def join(flows, count, checksums, row):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def pack(packed, source, nbytes):  # type: ignore[no-untyped-def]
-    """Write the checksum of up to a block, and behind it a copy."""
+    """Write the checksum of at most a block, followed by a copy of the data."""
     _store(packed, block_checksum(source, nbytes))
     _copy(packed + 8, source, nbytes)
 
 
 @cpu.compiled
 def unpack(packed, target, nbytes):  # type: ignore[no-untyped-def]
-    """Copy what stands behind a checksum to the target; returns whether that has the checksum then."""
+    """Copy the data after a checksum to the target; returns whether the target has that checksum."""
     _copy(target, packed + 8, nbytes)
     return block_checksum(target, nbytes) == _load(packed)
 
 
 def blocks_of(nbytes: int) -> int:
-    """The number of blocks of so many bytes."""
+    """Return the number of blocks in `nbytes` bytes."""
     return -(-nbytes // BLOCK)
 
 
 def take_all(address: int, nbytes: int, out: int) -> None:
-    """Write the checksums of the blocks of what lies at an address to another."""
+    """Write the checksums of the blocks at `address` to the address `out`."""
     cut: Any = np.array([0, nbytes, 0])
     cpu.spread(checksums, blocks_of(nbytes), nbytes, address, cut.ctypes.data, 1, out)
 
 
 def of_blocks(values: torch.Tensor) -> torch.Tensor:
-    """The checksums of the blocks of contiguous `values`: int64, one for every `BLOCK` bytes."""
+    """Return the checksums of contiguous `values`: int64, one for every `BLOCK` bytes."""
     words = torch.empty(blocks_of(values.nbytes), dtype=torch.int64, device="cpu")
     take_all(values.data_ptr(), values.nbytes, words.data_ptr())
     return words
 
 
 def first_changed(values: torch.Tensor, words: torch.Tensor) -> int | None:
-    """The first block of contiguous `values` whose checksum is not that in `words`; None if there is none."""
+    """Return the first block of contiguous `values` that does not match `words`; None if all match."""
     nbytes = values.nbytes
     parts = cpu.spread(changed, words.numel(), nbytes, values.data_ptr(), nbytes, words.data_ptr())
     return next((block for block in parts if block >= 0), None)

@@ -1,4 +1,4 @@
-"""Sizes of checksums, for code that needs none of the functions, which import a compiler."""
+"""Sizes of checksums, separate from the functions, which import a compiler."""
 
 from typing import Final
 

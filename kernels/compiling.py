@@ -1,4 +1,4 @@
-"""Compilation of kernels: by one process of a host at a time, logged if it takes long, visible to watchers.
+"""Compile kernels: one process per host at a time; log long compilations and notify watchers.
 
 with preparing("int8_block"): ...    around code that compiles kernels, or loads compiled ones
 watchers                             called when this process begins and ends compiling or loading
@@ -26,13 +26,13 @@ thread."""
 
 _PACKAGE: Final = Path(__file__).parent.parent
 _LONG_S: Final = 2.0  # longer compilations are logged
-_PATIENCE_S: Final = 120.0  # limit of a wait for another process that compiles: it may have been stopped
+_PATIENCE_S: Final = 120.0  # limit of a wait for another compiling process, which may have been stopped
 _NAP_S: Final = 0.05
 _log = logging.getLogger("mcr_plus")
 _depth = 0
 _depth_lock = threading.Lock()
-_silent = False  # nothing is logged
-_loaded: set[Path] = set()  # notes of the kernels that this process has compiled or loaded
+_silent = False  # True: log nothing
+_loaded: set[Path] = set()  # notes for kernels that this process has compiled or loaded
 _known: set[str] = set()  # names that have been logged
 _armed = False  # a timer will log the current compilation unless it ends soon
 _armed_lock = threading.Lock()
@@ -49,8 +49,7 @@ def compiling(what: str) -> Iterator[None]:
 def preparing(what: str) -> Iterator[None]:
     """Context of the first use of kernels, after which numba's cache on disk contains them.
 
-    Until it does, one process at a time enters the context, and the others load the kernels that it has
-    compiled.
+    Until then, one process at a time enters the context; the others load the kernels that it has compiled.
     """
     note = _note_of(what)
     if note is None:
@@ -61,12 +60,12 @@ def preparing(what: str) -> Iterator[None]:
         yield
         return
     if _noted(note):
-        with watched():  # loading takes long enough, too, beside other work
+        with watched():  # under load, loading may take long, too
             yield
         _loaded.add(note)
         return
     with watched(), _alone(note):
-        if _noted(note):  # by the process that this one has waited for
+        if _noted(note):  # by the process for which this one has waited
             yield
             _loaded.add(note)
             return
@@ -85,7 +84,7 @@ def say_nothing() -> None:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Context of a compilation, or of a wait for that of another process: notifies the watchers."""
+    """Context of a compilation, or of a wait for another process's compilation: notifies the watchers."""
     _deeper(1)
     try:
         yield
@@ -96,7 +95,7 @@ def watched() -> Iterator[None]:
 def _deeper(by: int) -> None:
     """Count compiling threads; watchers are notified when the first begins and when the last ends."""
     global _depth
-    with _depth_lock:  # held during notification, since another thread may begin at once
+    with _depth_lock:  # held during notification, since another thread may begin to compile
         _depth += by
         changes = _depth == (1 if by > 0 else 0)
         for watcher in watchers if changes else ():
@@ -105,7 +104,7 @@ def _deeper(by: int) -> None:
 
 @contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """Context of a compilation: logs it once for each name if it takes long; nested contexts log nothing."""
+    """Context of a compilation: logs a long one, once for each name; nested contexts log nothing."""
     global _armed
     with _armed_lock:
         mine = not (_silent or _armed or what in _known)
@@ -127,13 +126,13 @@ def _say(what: str) -> None:
     _known.add(what)
     folder = cache_folder()
     where = f"once; kept in {folder}" if folder else "each time: no folder for them can be written"
-    # A warning, so that it appears in the output of every job, which would otherwise seem to hang.
+    # A warning appears in the output of every job, which would otherwise seem to hang.
     _log.warning("compiling kernels, now those of %s (%s); `mcr-plus warmup` does it beforehand", what, where)
 
 
 @cache
 def cache_folder() -> Path | None:
-    """The folder of compiled kernels, chosen as by numba; None if none is writable."""
+    """Return the folder of compiled kernels, chosen by numba's rules; None if no folder is writable."""
     import numba
     from numba.misc.appdirs import user_cache_dir
 
@@ -149,7 +148,7 @@ def cache_folder() -> Path | None:
 
 @cache
 def _state() -> str:
-    """Text that changes whenever kernels may have to be compiled, and with the package's other sources."""
+    """Return text that changes if kernels may need compilation, or any source of the package changes."""
     import numba
     from llvmlite import binding
 
@@ -161,7 +160,7 @@ def _state() -> str:
 
 
 def _note_of(what: str) -> Path | None:
-    """The file that the compiling process locks, and to which it then writes `_state`."""
+    """Return the file that the compiling process locks, and to which it then writes `_state`."""
     folder = cache_folder()
     return folder and folder / f"mcr_plus-{blake2b(what.encode(), digest_size=6).hexdigest()}.lock"
 
@@ -175,7 +174,7 @@ def _noted(note: Path) -> bool:
 
 @contextmanager
 def _alone(note: Path) -> Iterator[None]:
-    """Exclude other processes, until their wait times out; has no effect where files cannot be locked."""
+    """Exclude other processes until their wait times out; has no effect if files cannot be locked."""
     try:
         descriptor = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:

@@ -1,8 +1,8 @@
-"""Random numbers by counting: the i-th of a stream is a function of the stream's key and i, and nothing else.
+"""Counter-based random numbers: number i of a stream depends only on the stream's key and i.
 
-So they are the same on any device and number of threads. The function is two rounds of lowbias32 (C. Wellons'
-32-bit integer hash of low bias) with half of the key before each; 32-bit multiplications, since 64-bit ones
-are slow as vector instructions.
+So numbers are the same on any device and with any number of threads. The function is two rounds of lowbias32
+(C. Wellons' low-bias 32-bit integer hash), with half of the key before each round. It uses 32-bit
+multiplications, because 64-bit vector multiplications are slow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _16: Final = np.uint32(16)
 
 
 def key_of(*parts: object) -> Key:
-    """The key of a stream that is named by anything with a stable text: numbers, strings."""
+    """Return the key of a stream named by values with a stable text, such as numbers and strings."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     first, second = np.frombuffer(digest, np.dtype("<u4"))
     return first, second
@@ -41,14 +41,14 @@ def _mixed(x):  # type: ignore[no-untyped-def]
 
 @cpu.embedded
 def draw(index, first, second):  # type: ignore[no-untyped-def]
-    """32 random bits for a uint32 index: for use in CPU kernels."""
+    """Return 32 random bits for a uint32 index, in CPU kernels."""
     return _mixed(np.uint32(_mixed(np.uint32(index ^ first)) ^ second))
 
 
 def draw_reference(indices: torch.Tensor, key: Key) -> torch.Tensor:
-    """32 random bits per int64 index below 2³², as int64, on any device."""
+    """Return 32 random bits for each int64 index below 2³², as int64, on any device."""
 
-    def mixed(x: torch.Tensor) -> torch.Tensor:  # products wrap around at 64 bits, which keeps the lower 32
+    def mixed(x: torch.Tensor) -> torch.Tensor:  # wraps at 64 bits, so the lower 32 are correct
         x = ((x ^ (x >> 16)) * _FIRST) & _LOW
         x = ((x ^ (x >> 15)) * _SECOND) & _LOW
         return x ^ (x >> 16)

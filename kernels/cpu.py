@@ -1,4 +1,4 @@
-"""How our CPU kernels are compiled and spread over threads."""
+"""Compile CPU kernels, and run them on several threads."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from numba.core.types import unliteral
 from mcr_plus.kernels import sources
 from mcr_plus.kernels.compiling import compiling
 
-_numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
+_numba: Any = numba  # numba's partial annotations make type checkers report errors here
 _OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _GRAIN: Final = 256 << 10
 """Bytes of input for which another thread is worth waking."""
 
 
 class _Watch(event.Listener):
-    """Sees every compilation of a kernel of ours, also of one that nothing has prepared."""
+    """Observes every compilation of our kernels, including kernels that were not prepared."""
 
     def __init__(self) -> None:
-        self._open: list[ExitStack] = []  # numba compiles one function at a time, those it calls inside it
+        self._open: list[ExitStack] = []  # numba compiles one function at a time, and callees inside it
 
     def on_start(self, event: Any) -> None:
-        """A function is about to be compiled."""
+        """Begin to watch the compilation of a function."""
         here = ExitStack()
-        self._open.append(here)  # at once: numba calls `on_end` even where this raises
-        module: str = event.data["dispatcher"].py_func.__module__ or ""  # None of what `exec` has made
+        self._open.append(here)  # first, because numba calls `on_end` even if this function raises
+        module: str = event.data["dispatcher"].py_func.__module__ or ""  # None for functions made by `exec`
         if module.startswith("mcr_plus."):
             here.enter_context(compiling(module.rpartition(".")[2]))
 
     def on_end(self, event: Any) -> None:  # noqa: ARG002
-        """It has been compiled, or could not be."""
+        """End watching: the function has been compiled, or compilation has failed."""
         self._open.pop().close()
 
 
@@ -50,11 +50,10 @@ event.register("numba:compile", _Watch())
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a kernel that runs without the GIL; kept on disk where there is a place for it.
+    """Compile a kernel that runs without the GIL, cached on disk if a folder is writable.
 
-    It is compiled again when the function has changed, or anything in the modules of `sources.modules`.
-
-    Without `fastmath`, which would drop the checks for NaN and the rounding by magic numbers.
+    The kernel is compiled again if the function, or anything in the modules of `sources.modules`, has
+    changed. `fastmath` is off, because it would remove checks for NaN and rounding by magic numbers.
     """
     try:
         kernel = _numba.njit(cache=True, **_OPTIONS)(function)
@@ -65,20 +64,20 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def linked(function: Callable[..., Any]) -> Any:
-    """Compile a part of kernels once for all of them; only kernels can call it."""
+    """Compile a function called by kernels, once for all of them; only kernels can call it."""
     return _without_literals(_numba.njit(no_cpython_wrapper=True, **_OPTIONS)(function))
 
 
 def embedded(function: Callable[..., Any]) -> Any:
-    """The same, and LLVM puts the code in place of each call: for functions of numbers.
+    """Compile a function called by kernels that LLVM inlines: for functions of numbers.
 
-    numba's own inlining, see `inlined`, types and lowers a function again for every call.
+    numba's own inlining (see `inlined`) types and lowers a function again for every call.
     """
     return _numba.njit(no_cpython_wrapper=True, forceinline=True, **_OPTIONS)(function)
 
 
 def _without_literals(kernel: Any) -> Any:
-    """Compile calls from other kernels for the types of constants, not once more for their values."""
+    """Compile calls from other kernels by the types of constants, not again for each value."""
     template = kernel.get_call_template
 
     def template_of(args: Any, kws: Any) -> Any:
@@ -89,7 +88,7 @@ def _without_literals(kernel: Any) -> Any:
 
 
 def c_function(signature: Any, function: Callable[..., Any]) -> Any:
-    """Compile a C function, kept on disk in the same way; its `address` is what other code calls."""
+    """Compile a C function, cached on disk like a kernel; other code calls its `address`."""
     try:
         made: Any = CFunc(
             function, normalize_signature(signature), locals={}, options={"error_model": "numpy"}
@@ -97,14 +96,14 @@ def c_function(signature: Any, function: Callable[..., Any]) -> Any:
         made.enable_caching()
         _adapt(made._cache, function)
         made.compile()
-    except (RuntimeError, TypeError):  # no place to keep it
+    except (RuntimeError, TypeError):  # no writable folder for the cache
         return _numba.cfunc(signature)(function)
     return made
 
 
 def _adapt(cache: Any, function: Callable[..., Any]) -> None:
-    """Change how numba's cache of a function on disk is named, compared with the sources, and loaded."""
-    # Here, and not at the first use: the files may have changed by then, unlike the modules in memory.
+    """Change how numba's disk cache of a function is named, compared with sources, and loaded."""
+    # Now, not at the first use: until then, files may change while modules in memory do not.
     file = cache._cache_file
     file._source_stamp = (file._source_stamp, sources.stamp(function.__module__))
     _name_by_key(file)
@@ -112,11 +111,11 @@ def _adapt(cache: Any, function: Callable[..., Any]) -> None:
 
 
 def _name_by_key(file: Any) -> None:
-    """Name files by what they contain.
+    """Name cache files by their content.
 
-    numba counts, and keeps the numbers in an index that it writes before a file. A process that reads the
-    index between the two loads what had the number before: the code of another function of the same text, or
-    of older sources. So do processes after two that compile such functions at once.
+    numba numbers files, and writes the numbers to an index before it writes a file. A process that reads the
+    index in between loads the file that had the number before: code of another function with the same text,
+    or of older sources. The same can happen after two processes have compiled such functions at once.
     """
 
     def path_of(key: object) -> str:
@@ -136,13 +135,13 @@ def _name_by_key(file: Any) -> None:
 
 
 def _load_without_typing(cache: Any) -> None:
-    """Load from this cache without numba's rules of typing, which take 0.25 s to import.
+    """Load from this cache without numba's typing rules, which take 0.25 s to import.
 
-    Numba imports them before it looks into a cache, although only compiling needs them and imports them, too.
-    Machine code from a cache needs nothing but the symbols of numba's runtime.
+    numba imports the rules before it looks into a cache, although only compilation needs them, and imports
+    them itself. Cached machine code needs only the symbols of numba's runtime.
     """
     load = getattr(cache, "_load_overload", None)
-    if load is None:  # a numba that looks into its caches in another way
+    if load is None:  # a version of numba with a different cache
         return
 
     def load_overload(signature: Any, context: Any) -> Any:
@@ -166,10 +165,9 @@ def put(source, target):  # type: ignore[no-untyped-def]
 def spread(kernel: Callable[..., Any], blocks: int, nbytes: int, *args: object) -> list[Any]:
     """Call `kernel(*args, lo, hi)` for parts of `range(blocks)`, on as many threads as torch would use.
 
-    Returns what each part returned, in the order of the parts.
-
-    `nbytes`: of the input, so that small ones stay on the calling thread. Not numba's own threads: those of
-    its default layer may not be entered from two threads at once.
+    Returns the results in the order of the parts. `nbytes`: bytes of the input; small inputs stay on the
+    calling thread. numba's own threads are not used, because two threads must not enter its default threading
+    layer at once.
     """
     threads = min(torch.get_num_threads(), blocks, nbytes // _GRAIN)
     if threads <= 1:

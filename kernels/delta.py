@@ -1,35 +1,35 @@
-"""Changes between two versions of an array, by their bits, without loss; CPU kernels.
+"""Lossless encoding of the changes between two versions of an array; CPU kernels.
 
 Both versions are flat arrays of elements of 1, 2, 4 or 8 bytes, cut into blocks of 16384. Payload, little
 endian:
 
     header, 64 bytes | 2 uint16 for each block: changed, half the bytes of its list | the lists
 
-A list holds, of a block's changes in their order, each part in whole bytes and from the lowest bit on:
+A list has the following parts for a block's changes, in order; each part fills whole bytes, lowest bit first:
 
-    low bits    of the gaps: of the numbers of unchanged elements since the change before, `low` bits of each
-    kinds       of the steps from the old to the new value, 2 bits: 1, -1, up to 9 either way, more
-    nibbles     of steps up to 9 either way, 4 bits: 0 to 7 for 2 to 9, 8 to 15 for -2 to -9
-    elements    that moved further, as they are
-    quotients   of the gaps: as many zeros as gap >> low, and a one (Golomb 1966, Rice 1979)
+    low bits    of the gaps (numbers of unchanged elements since the previous change), `low` bits each
+    kinds       of the steps from old to new values, 2 bits each: 1, -1, 2 to 9 either way, larger
+    nibbles     of steps of 2 to 9 either way, 4 bits each: 0 to 7 for 2 to 9, 8 to 15 for -2 to -9
+    elements    with larger steps, unencoded
+    quotients   of the gaps: gap >> low zeros, then a one (Golomb 1966, Rice 1979)
 
-and a zero byte where its length would be odd. `low` follows from the number of changes, so it is not stored:
-with it the gaps of changes that lie anywhere take 0.03 to 0.1 bits more than their entropy.
+and a zero byte if the length would be odd. `low` follows from the number of changes, so it is not stored.
+With this `low`, gaps between randomly placed changes take 0.03 to 0.1 bits more than their entropy.
 
-A step is a difference of positions in the order of floats (of units in the last place, ULP): the lowest is
-the NaN with the sign bit and all others set, and -0 lies just before +0. The order is a bijection of bits, so
-NaN payloads and signs of zero survive, and integers may be sent in it as well. A block whose list would be no
-shorter than its elements holds these instead, and 65535 for `changed`.
+A step is the difference of two positions in the order of floats, in units in the last place (ULP). The lowest
+position is the NaN with all bits set, and -0 is directly before +0. The order is a bijection of bits, so NaN
+payloads and signs of zero survive, and integers may be encoded as well. If a block's list would not be
+shorter than its elements, the payload has the elements instead, and 65535 for `changed`.
 
-An anchor has no lists and needs no old version: behind the header are all elements as they are, or a payload
-of `exp_window`. `encode` chooses it where it is shorter.
+An anchor has no lists and needs no old version: the header is followed by all elements, unencoded, or by a
+payload of `exp_window`. `encode` chooses an anchor if it is shorter.
 
-The header holds the version of this format, a digest of the new version, of all its bits in their order, and
-digests of the old version and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4.
-`kernels/delta_lists.py` has the kernels of lists, `kernels/gpu/delta.py` and `kernels/gpu/digest.py` those
-for GPUs. Arrays on a GPU have payloads there, of the same bytes but for anchors, which are elements as they
-are: `exp_window` has no kernel for GPUs. Arrays begin at multiples of 8 bytes, as those that torch allocates
-do.
+The header has the version of this format, a digest of all bits of the new version, and digests of the old
+version and of the header. Up to 3 zero bytes at the end make the length a multiple of 4.
+`kernels/delta_lists.py` has the kernels of lists; `kernels/gpu/delta.py` and `kernels/gpu/digest.py` have the
+kernels for GPUs. Payloads of arrays on a GPU are on the GPU, with the same bytes except for anchors, which
+are always unencoded: `exp_window` has no kernel for GPUs. Arrays begin at multiples of 8 bytes, as torch
+allocates them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ WIDTHS: Final = tuple(UNSIGNED)
 
 @dataclass(frozen=True)
 class Header:
-    """What a payload says of itself. `mode`: 0 for changes, else an anchor. `nbytes`: of all of it."""
+    """Header of a payload. `mode`: 0 for changes, else an anchor. `nbytes`: length of the whole payload."""
 
     mode: int
     width: int
@@ -82,24 +82,24 @@ class Header:
 
     @property
     def is_anchor(self) -> bool:
-        """Whether it can be applied whatever is held."""
+        """True if the payload can be applied to any held values."""
         return self.mode != DELTA
 
 
 def most_nbytes(numel: int, width: int) -> int:
-    """The length in bytes that no payload of `numel` elements of `width` bytes exceeds, a multiple of 4."""
+    """Return the maximum length of payloads of `numel` elements of `width` bytes, a multiple of 4."""
     return HEADER + _padded(HEAD * blocks_of(numel) + numel * width)
 
 
 def dense_nbytes(numel: int, width: int) -> int:
-    """The length of a payload that holds all elements as they are."""
+    """Return the length of a payload with all elements unencoded."""
     return _padded(HEADER + numel * width)
 
 
 def header_of(wire: torch.Tensor) -> Header:
     """Read the header of a payload, flat uint8.
 
-    Raises `BackendError` if it is not one, or is damaged.
+    Raises `BackendError` if the payload is invalid or damaged.
     """
     raw = wire[:HEADER].cpu().numpy().tobytes()
     if len(raw) < HEADER:
@@ -123,7 +123,7 @@ def _header_digest(raw: bytes) -> int:
 
 
 def put_header(wire: torch.Tensor, *fields: int) -> int:
-    """Write a header, and the zeros at the end; returns the length of the payload with them."""
+    """Write the header and the zeros at the end; returns the total length of the payload."""
     raw = _FORMAT.pack(_MAGIC, fields[0], fields[1], VERSION, 0, *fields[2:])
     raw = raw.ljust(HEADER - 8, b"\0")
     raw += struct.pack("<Q", _header_digest(raw))
@@ -166,15 +166,15 @@ def encode(
     *,
     update: bool = False,
 ) -> int:
-    """Write the payload that turns `base` into `values` to `wire`; returns its length in bytes.
+    """Write the payload that turns `base` into `values` to `wire`; returns the length in bytes.
 
     Args:
         values: flat and contiguous, any dtype of 1, 2, 4 or 8 bytes.
-        base: of the same dtype and size; made equal to `values` if `update`.
+        base: the same dtype and size; set to `values` if `update`.
         wire: flat uint8, at least `most_nbytes` long.
-        versions: of `base` and of `values`.
-        base_digest: of `base`.
-        update: whether `base` is to hold `values` afterwards.
+        versions: version of `base`, and version of `values`.
+        base_digest: digest of `base`.
+        update: True to set `base` to `values`.
     """
     if on_gpu(values):
         return _encode_there(values, base, wire, versions, base_digest, update)
@@ -199,9 +199,9 @@ def encode(
 
 
 def encode_anchor(values: torch.Tensor, wire: torch.Tensor, version: int, *, windowed: bool = True) -> int:
-    """Write a payload of all `values`, which needs no base, to `wire`; else as `encode`.
+    """Write a payload of all `values`, which needs no base, to `wire`; otherwise like `encode`.
 
-    Without `windowed`, its length is `dense_nbytes`, whatever the values.
+    Without `windowed`, the length is `dense_nbytes` for any values.
     """
     written = _anchor(values, wire, None, version, digest(values), windowed)
     assert written is not None
@@ -216,10 +216,10 @@ def _anchor(
     result: int,
     windowed: bool = True,
 ) -> int | None:
-    """Write an anchor if it is shorter than `most`; returns its length, else None."""
+    """Write an anchor and return its length, or return None if it is not shorter than `most`."""
     numel, mode, body = values.numel(), _DENSE, _bytes_of(values)
     if windowed and values.dtype in _WINDOWED and numel >= 2 * exp_window.BLOCK and not on_gpu(values):
-        # Zeros: bytes between its sections are left as they are.
+        # Zeros, because bytes between sections are not written.
         window = torch.zeros(exp_window.most_nbytes(numel, values.dtype), dtype=torch.uint8, device="cpu")
         packed = window[: exp_window.encode(values, window)]
         if packed.numel() < body.numel():
@@ -239,7 +239,7 @@ def _encode_there(
     base_digest: int,
     update: bool,
 ) -> int:
-    """`encode` on a GPU, which it waits for, as the length of the payload has to be known."""
+    """Run `encode` on a GPU, and wait for the GPU to know the length of the payload."""
     numel, width, blocks = values.numel(), values.element_size(), blocks_of(values.numel())
     begin = nbytes = HEADER + HEAD * blocks
     if numel:
@@ -265,7 +265,7 @@ def _bytes_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
-    """The bits of flat values as integers of the same width."""
+    """Return the bits of flat values as integers of the same width."""
     return values.detach().view(_INTEGERS[values.element_size()])
 
 
@@ -276,11 +276,11 @@ def _gpu() -> Any:
 
 
 def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
-    """Turn flat `out`, which holds the base of a payload, into its target. Returns the payload's header.
+    """Apply a payload to flat `out`, which holds the payload's base; returns the payload's header.
 
     `wire` may be longer than the payload. The caller compares the base before, see `follow`. Raises
-    `BackendError` if the payload cannot be one for as many elements, or if the digest of the result is not
-    the one that it names; `out` is then in an unknown state.
+    `BackendError` if the payload does not fit the number of elements, or if the digest of the result differs
+    from the one in the header; `out` is then undefined.
     """
     head = header_of(wire)
     numel, width = out.numel(), out.element_size()
@@ -300,9 +300,9 @@ def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
 
 
 def follow(head: Header, version: int, digest: int | None) -> None:
-    """Check that a payload follows on `version` with this digest, None if what is held is not usable.
+    """Check that a payload is based on `version` with this digest; None if the held values are not usable.
 
-    Raises `BackendError` if it is for another base, or leads to a version that is no newer.
+    Raises `BackendError` for another base, or a version that is not newer.
     """
     if head.target <= version:
         raise BackendError(f"version {head.target} of the weights came after version {version}")
@@ -316,7 +316,7 @@ def follow(head: Header, version: int, digest: int | None) -> None:
 
 
 def changed(wire: torch.Tensor) -> int:
-    """Number of changed elements that a payload lists; of what it holds whole, all elements."""
+    """Return the number of changed elements in a payload; unencoded elements all count."""
     head = header_of(wire)
     if head.is_anchor:
         return head.numel
@@ -330,7 +330,7 @@ def changed(wire: torch.Tensor) -> int:
 
 
 def _apply_body(head: Header, body: torch.Tensor, out: torch.Tensor) -> int:
-    """Apply what follows the header; returns the digest of the result."""
+    """Apply the body of a payload; returns the digest of the result."""
     if head.mode == _WINDOW:
         if out.dtype not in _WINDOWED:
             raise BackendError(f"a delta payload holds float32 or bfloat16 values, not {out.dtype}")
@@ -349,7 +349,7 @@ def _apply_body(head: Header, body: torch.Tensor, out: torch.Tensor) -> int:
         return digest(out)
     numel, width = out.numel(), out.element_size()
     heads, lists, starts = _lists_of(body, numel, width)
-    if on_gpu(out):  # what contradicts itself shows in the digest
+    if on_gpu(out):  # the digest detects invalid lists
         if numel:
             numbers = torch.from_numpy(heads.astype(np.int32)).to(out.device)
             _gpu().apply(numbers, lists, _integers(out))
@@ -365,7 +365,7 @@ def _apply_body(head: Header, body: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def _lists_of(body: torch.Tensor, numel: int, width: int) -> tuple[Array, torch.Tensor, Array]:
-    """What is said of each block (blocks × 2), the lists, and where each of them begins."""
+    """Return the heads of the blocks (blocks × 2), the lists, and the start offset of each list."""
     blocks = blocks_of(numel)
     if body.numel() < HEAD * blocks:
         raise BackendError(f"a delta payload ends after {body.numel()} bytes, before its {blocks} blocks")

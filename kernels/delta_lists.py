@@ -1,4 +1,4 @@
-"""The lists of changes of `kernels/delta.py`: CPU kernels, which write and apply them block by block."""
+"""Lists of changes of `kernels/delta.py`: CPU kernels that write and apply lists block by block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from mcr_plus.kernels import cpu
 from mcr_plus.kernels.digest import BLOCK, block_hash
 
-RAW: Final = 0xFFFF  # in place of the number of changes: the block is stored as it is
+RAW: Final = 0xFFFF  # instead of the number of changes: the block is stored unencoded
 HEAD: Final = 4
 """Bytes of what is said of each block before all blocks."""
 _SEVEN, _EIGHT, _HALF, _LOWER = np.uint64(7), np.uint64(8), np.uint64(32), np.uint64(2**32 - 1)
@@ -26,14 +26,14 @@ for _place in range(64):
 
 @cpu.embedded
 def _order(bits, sign, top):  # type: ignore[no-untyped-def]
-    """Position in the order of floats; `sign`: the highest bit, `top`: its number."""
+    """Return the position in the order of floats. `sign`: the highest bit. `top`: the number of this bit."""
     negative = _ZERO - (bits >> top)
     return bits ^ (sign | (negative & (sign - _ONE)))
 
 
 @cpu.linked
 def _compare(here, there, flags):  # type: ignore[no-untyped-def]
-    """Write for each element whether it has changed, and zeros up to a multiple of 64."""
+    """Write a flag (changed) for each element, and zeros up to a multiple of 64."""
     size = here.size
     for i in range(size):
         flags[i] = np.uint8(here[i] != there[i])
@@ -43,14 +43,14 @@ def _compare(here, there, flags):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _find(size, words, where):  # type: ignore[no-untyped-def]
-    """Write the places of changed elements to `where`; returns their number.
+    """Write the places of changed elements to `where`; returns the number of changes.
 
-    `words`: the flags of `_compare` by 8. Those of 64 elements become the bits of one word.
+    `words`: the flags of `_compare`, eight per word. The flags of 64 elements become the bits of one word.
     """
     count = 0
     for group in range(-(-size // 64)):
         bits = _ZERO
-        for k in range(8):  # the multiplication brings the 8 flags of a word together in its highest byte
+        for k in range(8):  # the multiplication collects the 8 flags of a word in the highest byte
             bits |= (words[8 * group + k] * _GATHER) >> np.uint64(56) << np.uint64(8 * k)
         while bits != _ZERO:
             where[count] = 64 * group + _lowest(bits)
@@ -61,7 +61,7 @@ def _find(size, words, where):  # type: ignore[no-untyped-def]
 
 @cpu.embedded
 def _step(here, there, where, steps, values, update):  # type: ignore[no-untyped-def]
-    """Write how far each changed element has moved, and its new value; writes it to `there` if `update`."""
+    """Write the step and the new value of each changed element; also to `there` if `update`."""
     sign, top = _ONE << np.uint64(8 * here.itemsize - 1), np.uint64(8 * here.itemsize - 1)
     full = sign | (sign - _ONE)
     for i in range(where.size):
@@ -75,13 +75,13 @@ def _step(here, there, where, steps, values, update):  # type: ignore[no-untyped
 
 @cpu.embedded
 def _lowest(bits):  # type: ignore[no-untyped-def]
-    """The number of the lowest bit that is set (Leiserson, Prokop and Randall 1998)."""
+    """Return the number of the lowest set bit (Leiserson, Prokop and Randall 1998)."""
     return np.int64(_PLACES[np.int64(((bits & (_ZERO - bits)) * _DE_BRUIJN) >> np.uint64(58))])
 
 
 @cpu.linked
 def _low_bits(size, count):  # type: ignore[no-untyped-def]
-    """How many bits of each gap are stored as they are; about the logarithm of 0.69 times their mean."""
+    """Return the number of low bits stored per gap: about the logarithm of 0.69 times the mean gap."""
     bits = 0
     if count:
         mean = (size - count) * 11 // (16 * count)
@@ -93,7 +93,7 @@ def _low_bits(size, count):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _put_words(words, nbytes, body, at):  # type: ignore[no-untyped-def]
-    """Write the first bytes of 32-bit words at `at`; returns the place behind them."""
+    """Write the first `nbytes` bytes of 32-bit words at `at`; returns the place after them."""
     for i in range(nbytes // 4):
         value = words[i]
         body[at] = np.uint8(value & np.uint32(255))
@@ -109,7 +109,7 @@ def _put_words(words, nbytes, body, at):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _put_values(values, width, body, at):  # type: ignore[no-untyped-def]
-    """Write the first `width` bytes of each value at `at`; returns the place behind them."""
+    """Write the first `width` bytes of each value at `at`; returns the place after them."""
     for i in range(values.size):
         for k in range(width):
             body[at] = np.uint8(values[i] >> np.uint64(8 * k) & np.uint64(255))
@@ -119,9 +119,9 @@ def _put_values(values, width, body, at):  # type: ignore[no-untyped-def]
 
 @cpu.embedded
 def _write_list(where, steps, values, width, low, spaces, body):  # type: ignore[no-untyped-def]
-    """Write the list of a block's changes to `body`; returns its length, also where it has no room.
+    """Write the list of a block's changes to `body`; returns the length, even if there is no room.
 
-    `spaces`: for its parts; the last one holds zeros, and does so again afterwards.
+    `spaces`: memory for the parts; the last space holds zeros before and after the call.
     """
     lows, classes, nibbles, escapes, ones = spaces
     full = (_ONE << np.uint64(8 * width - 1)) - _ONE | _ONE << np.uint64(8 * width - 1)
@@ -142,7 +142,7 @@ def _write_list(where, steps, values, width, low, spaces, body):  # type: ignore
         low_bit += low
         step = steps[i]
         kind = np.uint32(step == full)
-        if (step + _ONE) & full & not_two != _ZERO:  # neither 1 nor -1, in one branch
+        if (step + _ONE) & full & not_two != _ZERO:  # neither 1 nor -1, tested by one branch
             up, down = step - np.uint64(2), (_ZERO - step) - np.uint64(2) & full
             if up < _EIGHT:
                 kind = np.uint32(2)
@@ -182,7 +182,7 @@ def _write_list(where, steps, values, width, low, spaces, body):  # type: ignore
 
 @cpu.linked
 def _spaces():  # type: ignore[no-untyped-def]
-    """Steps, new values, flags and places of changes; room for the parts of a list."""
+    """Return memory for steps, new values, flags and places of changes, and for the parts of a list."""
     steps, values, flags = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint8)
     words = np.zeros(BLOCK // 4 + 1, np.uint32)
     ones, lows = words[: BLOCK // 8], words[BLOCK // 8 : BLOCK // 8 + BLOCK // 16]
@@ -193,9 +193,9 @@ def _spaces():  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]
-    """List the changes of blocks, each at its place in `bodies`; writes them to `old` if `update`.
+    """Write the lists of changes of blocks to their places in `bodies`; with `update`, also change `old`.
 
-    `raw`: the bytes of `new`, `words`: those that are whole, by 8.
+    `raw`: the bytes of `new`. `words`: the whole 8-byte words of `new`.
     """
     width = new.itemsize
     steps, values, flags, where, spaces = _spaces()
@@ -220,7 +220,7 @@ def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo
 
 @cpu.compiled
 def compact(bodies, lengths, step):  # type: ignore[no-untyped-def]
-    """Move the lists of blocks together; returns their length."""
+    """Make the lists of blocks contiguous; returns the total length."""
     at = np.int64(0)
     for block in range(lengths.size):
         begin = block * step
@@ -233,7 +233,7 @@ def compact(bodies, lengths, step):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _take(lists, begin, nbytes, space):  # type: ignore[no-untyped-def]
-    """Copy bytes of a list to the beginning of `space`, and zeros up to a multiple of 8 and 8 more."""
+    """Copy bytes of a list to the beginning of `space`, then zeros up to a multiple of 8, and 8 more."""
     cpu.put(lists[begin : begin + nbytes], space)
     for i in range(nbytes, (nbytes + 7) // 8 * 8 + 8):
         space[i] = np.uint8(0)
@@ -241,7 +241,7 @@ def _take(lists, begin, nbytes, space):  # type: ignore[no-untyped-def]
 
 @cpu.embedded
 def _find_places(lists, count, low, size, spaces, one_at, where):  # type: ignore[no-untyped-def]
-    """Write the places of `count` changes to `where`; returns whether the list contradicts itself."""
+    """Write the places of `count` changes to `where`; returns True if the list is inconsistent."""
     low_bytes, one_bytes = spaces
     low_words, one_words = low_bytes.view(np.uint32), one_bytes.view(np.uint64)
     _take(lists, 0, (count * low + 7) // 8, low_bytes)
@@ -255,7 +255,7 @@ def _find_places(lists, count, low, size, spaces, one_at, where):  # type: ignor
             if word >= last_word:
                 return True
             rest = one_words[word]
-        quotients = 64 * word + _lowest(rest) - i  # of all gaps up to this one
+        quotients = 64 * word + _lowest(rest) - i  # of all gaps up to the current one
         rest &= rest - _ONE
         bit = i * low
         part = np.uint64(low_words[bit >> 5]) | np.uint64(low_words[(bit >> 5) + 1]) << _HALF
@@ -275,9 +275,9 @@ def _find_places(lists, count, low, size, spaces, one_at, where):  # type: ignor
 def _read_list(lists, count, size, width, spaces, where, steps, far, values):  # type: ignore[no-untyped-def]
     """Read the list of `count` changes of a block of `size` elements.
 
-    Writes the places of the changes, and how far each element moves: 0 if it moves further than a step; the
-    numbers and values of these go to `far` and `values`. Returns how many they are, -1 if the list
-    contradicts itself.
+    Writes the places of the changes, and the step of each element, or 0 for an element with a stored value.
+    The indices and values of the latter go to `far` and `values`. Returns their number, or -1 if the list is
+    inconsistent.
     """
     low = _low_bits(size, count)
     class_at = (count * low + 7) // 8
@@ -319,7 +319,7 @@ def _move(target, where, steps, far, values):  # type: ignore[no-untyped-def]
     full = sign | (sign - _ONE)
     for i in range(where.size):
         value = (_order(np.uint64(target[where[i]]), sign, top) + steps[i]) & full
-        # The inverse of the order: the highest bit is set where the sign was not.
+        # Invert the order: the highest bit is set where the sign was not set.
         target[where[i]] = value ^ (sign | ((value >> top) - _ONE) & (sign - _ONE))
     for i in range(far.size):
         target[where[far[i]]] = values[i]
@@ -327,7 +327,7 @@ def _move(target, where, steps, far, values):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _touch(words, begin, end):  # type: ignore[no-untyped-def]
-    """Read words once in order, which the processor prefetches."""
+    """Read words once in order, so that the processor prefetches them."""
     touched = _ZERO
     for i in range(begin, end, 8):
         touched |= words[i]
@@ -336,7 +336,7 @@ def _touch(words, begin, end):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def apply_blocks(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignore[no-untyped-def]
-    """Apply the lists of blocks to `out`; returns how many contradict themselves. Writes nothing outside."""
+    """Apply the lists of blocks to `out`; returns the number of inconsistent lists. Writes only to `out`."""
     width = out.itemsize
     steps, values = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     where, far = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32)
@@ -351,7 +351,7 @@ def apply_blocks(heads, body, starts, raw, words, out, hashes, lo, hi):  # type:
         if count == RAW:
             cpu.put(lists, raw[first * width : last * width])
         elif count:
-            if count >= _MANY:  # before changes are read here and there
+            if count >= _MANY:  # before random accesses
                 hashes[block] = _touch(words, begin, end)
             escaped = _read_list(lists, count, target.size, width, spaces, where, steps, far, values)
             if escaped >= 0:

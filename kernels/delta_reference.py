@@ -1,4 +1,4 @@
-"""The payloads of `kernels/delta.py` in plain torch, which its kernels are tested against."""
+"""Payloads of `kernels/delta.py` in plain torch: the reference for tests of its kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[int, int]) -> torch.Tensor:
-    """The payload of changes from flat `base` to `values`, block by block in plain torch; never an anchor."""
+    """Return the payload of changes from flat `base` to `values`, in plain torch; never an anchor."""
     width = values.element_size()
     new, old = _wide(values), _wide(base)
     heads, bodies = [], []
@@ -36,7 +36,7 @@ def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[i
 
 
 def _list(where: torch.Tensor, here: torch.Tensor, there: torch.Tensor, width: int) -> torch.Tensor:
-    """The list of a block, of which the elements at `where` have changed."""
+    """Return the list of a block; the elements at `where` have changed."""
     count = where.numel()
     if not count:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -48,7 +48,7 @@ def _list(where: torch.Tensor, here: torch.Tensor, there: torch.Tensor, width: i
     if width < 8:
         half = 1 << (8 * width - 1)
         steps = (steps + half) % (2 * half) - half
-    # The least int64 is its own opposite, which `abs` leaves negative.
+    # The smallest int64 has no positive counterpart, so `abs` leaves it negative.
     near = (steps.abs() <= 9) & (steps.abs() > 0)
     kinds = torch.where(steps.abs() == 1, (steps < 0).long(), torch.where(near, 2, 3))
     short = steps[kinds == 2]
@@ -63,14 +63,14 @@ def _list(where: torch.Tensor, here: torch.Tensor, there: torch.Tensor, width: i
 
 
 def _packed(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Numbers of `width` bits each, end to end, as bytes."""
+    """Pack numbers of `width` bits, without gaps, into bytes."""
     bits = (numbers[:, None] >> torch.arange(width, device="cpu") & 1).view(-1)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (bits << torch.arange(8, device="cpu")).sum(1).to(torch.uint8)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """The bits as non-negative int64, except for those of 8 bytes."""
+    """Return the bits as int64, non-negative except for elements of 8 bytes."""
     width = values.element_size()
     bits = values.view(_SIGNED[width]).to(torch.int64)
     return bits if width == 8 else bits & ((1 << 8 * width) - 1)

@@ -1,16 +1,17 @@
-"""A 64-bit digest of all bits of an array, in their order; torch reference, CPU kernels.
+"""64-bit digest of all bits of an array, in order; torch reference, CPU kernels.
 
 An array of elements of 1, 2, 4 or 8 bytes is cut into blocks of 16384 elements. The 64-bit words of a block
-(the last one filled up with zeros) are dealt to eight chains, which do not wait for each other: each takes
-its words in turn by `(chain ^ word) * factor`, folded once more, which is a bijection of both, so that one
-changed word always changes the digest. The chains of a block, then the hashes of blocks, then the number of
-elements and their width are taken in the same way. It is no protection against an attacker.
+(the last word is padded with zeros) are distributed over eight independent chains. A chain takes each of its
+words by `(chain ^ word) * factor`, followed by a fold. This is a bijection of both arguments, so one changed
+word always changes the digest. The chains of a block, then the hashes of blocks, then the number of elements
+and the width are combined in the same way. The digest is no protection against an attacker.
 
-A multiplication does not spread the highest bits of a word: a flip of bit 63 changes bits 63 and 63 - `FOLD`
-of a chain, whatever is in it. What undoes that in the next word must not be flips of the same line of a bus,
-or of signs: hence a fold that is no multiple of eight bits. No rotation is needed where chains meet, as it is
-in `kernels/checksum.py`: they are taken one after another, so the flip of an earlier one has been multiplied
-and folded once more than that of a later one, and its lowest changed bit is another.
+A multiplication does not spread the highest bits of a word: a flip of bit 63 always changes bits 63 and 63 -
+`FOLD` of a chain. A flip in the next word that cancels this change must not be on the same line of a bus, or
+of a sign bit. Therefore the fold is not by a multiple of eight bits. Unlike in `kernels/checksum.py`, no
+rotation is needed where chains are combined: chains are taken one after another, so a flip in an earlier
+chain has been multiplied and folded once more than a flip in a later chain, and has another lowest changed
+bit.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ Array = NDArray[Any]
 
 
 def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
+    """Return the number of blocks; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def reference_digest(values: torch.Tensor) -> int:
-    """The digest of flat `values`, in plain torch and Python integers."""
+    """Return the digest of flat `values`, in plain torch and Python integers."""
     width, numel = values.element_size(), values.numel()
     raw = values.contiguous().view(torch.uint8) if numel else torch.empty(0, dtype=torch.uint8, device="cpu")
     total, step = 0, BLOCK * width
@@ -63,18 +64,18 @@ def reference_digest(values: torch.Tensor) -> int:
 
 
 def to_signed(value: int) -> int:
-    """The int64 with the same bits."""
+    """Return the int64 with the same bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`mix`, of int64 in plain torch."""
+    """Run `mix` on int64 in plain torch."""
     product = (left ^ right) * to_signed(int(FACTOR))
     return product ^ (product >> FOLD & (1 << 64 - FOLD) - 1)
 
 
 def mixed_words(words: Iterable[int]) -> int:
-    """`mix` of one word after another, in Python integers: for a few of them."""
+    """Run `mix` on one word after another, in Python integers (for few words)."""
     value = 0
     for word in words:
         value = (value ^ word) * int(FACTOR) & (2**64 - 1)
@@ -84,14 +85,14 @@ def mixed_words(words: Iterable[int]) -> int:
 
 @cpu.embedded
 def mix(left, right):  # type: ignore[no-untyped-def]
-    """A bijection of either argument, so that one changed word is never missed."""
+    """Combine two words; a bijection of either argument, so that one changed word is always noticed."""
     product = (left ^ right) * FACTOR
     return product ^ (product >> _UPPER)
 
 
 @cpu.linked
 def block_hash(words, rest):  # type: ignore[no-untyped-def]
-    """Of a block, in eight chains: its whole words, and the bytes that are left."""
+    """Return the hash of a block, in eight chains, from whole words and the remaining bytes."""
     a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7
     whole = words.size // 8
     for i in range(whole):
@@ -127,7 +128,7 @@ def _fold(hashes, shape):  # type: ignore[no-untyped-def]
 
 
 def digest(values: torch.Tensor) -> int:
-    """The 64-bit digest of all bits of flat `values`, in their order; on a GPU it waits for the device."""
+    """Return the 64-bit digest of all bits of flat `values`, in order; waits for a GPU."""
     numel, width = values.numel(), values.element_size()
     if on_gpu(values):
         hashes = _gpu().hashes_of(values).cpu().numpy().view(np.uint64) if numel else np.empty(0, np.uint64)
@@ -140,12 +141,12 @@ def digest(values: torch.Tensor) -> int:
 
 
 def on_gpu(values: torch.Tensor) -> bool:
-    """Whether the kernels for GPUs are to be used, also by `kernels/delta.py`."""
+    """Return whether to use the kernels for GPUs, also in `kernels/delta.py`."""
     return values.is_cuda
 
 
 def folded(hashes: Array, numel: int, width: int) -> int:
-    """The digest of `numel` elements of `width` bytes by the hashes of their blocks."""
+    """Return the digest of `numel` elements of `width` bytes from the hashes of their blocks."""
     return int(_fold(hashes, np.uint64((numel << 4 | width) & (2**64 - 1))))
 
 
@@ -156,7 +157,7 @@ def _gpu() -> Any:
 
 
 def views(values: torch.Tensor) -> tuple[Array, Array, Array]:
-    """The bytes, the whole words among them, and the elements of flat `values`."""
+    """Return the bytes, the whole words, and the elements of flat `values`, as views."""
     width = values.element_size()
     if width not in UNSIGNED:
         raise BackendError(f"elements of {width} bytes; expected 1, 2, 4 or 8")

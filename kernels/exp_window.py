@@ -1,21 +1,22 @@
-"""Floats without loss: exponents as 3 bits below their block's largest; torch reference, CPU kernels.
+"""Lossless floats: exponents as 3 bits below the block's largest; torch reference, CPU kernels.
 
-A float32 is cut into its upper half, which is a bfloat16, and its lower half; a bfloat16 has no lower half.
+A float32 is split into an upper half, which is a bfloat16, and a lower half; a bfloat16 has no lower half.
 Payload of n values in b = ceil(n / 256) blocks, little endian, sections at multiples of 4 bytes:
 
     uint32 1 for bfloat16, 2 for float32 | b uint16 heads | 96 b bytes: codes
-    | n bytes: sign and upper mantissa | float32 only: n uint16 lower halves | the exponents that did not fit
+    | n bytes: sign and upper mantissa | float32 only: n uint16 lower halves | exponents that did not fit
 
-A head is the block's largest exponent, and above it, in the upper byte, how many exponents did not fit. The
-code of a value is how far its exponent lies below the largest; 7 says that it does not fit, and is among the
-last bytes of the payload, those of a block in the order of its bits in the planes. Codes lie in three planes
-of 32 bytes, one for each bit; bit i of byte j of a plane belongs to value 32 i + j.
+A head has the block's largest exponent in the lower byte, and the number of exponents that did not fit in the
+upper byte. The code of a value is the distance of its exponent from the largest. Code 7 means that the
+exponent did not fit and is among the last bytes of the payload; within a block, these exponents are in the
+order of the bits in the planes. Codes are stored in three planes of 32 bytes, one per bit; bit i of byte j of
+a plane belongs to value 32 i + j.
 
-If more than 160 do not fit, the upper byte is 255 and exponents are stored as they are: the first 96 in the
-place of the codes, the other 160 among the last bytes. So no payload is longer than its values by more than
-2 bytes a block, and what an incomplete last block and the header take.
+If more than 160 exponents do not fit, the upper byte is 255 and all exponents are stored unencoded: the first
+96 instead of the codes, the other 160 among the last bytes. So a payload exceeds its values by at most 2
+bytes per block, the padding of an incomplete last block, and the header.
 
-Values that a last block lacks have the code 0. There is no kernel for GPUs yet.
+Missing values of the last block have the code 0. There is no kernel for GPUs yet.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from mcr_plus.kernels import cpu
 BLOCK: Final = 256
 _PLANE: Final = BLOCK // 8
 _CODES: Final = 3 * _PLANE
-_MOST: Final = BLOCK - _CODES  # exponents of a block that may not fit
-_RAW: Final = 255  # in place of their number: all exponents of the block are stored as they are
+_MOST: Final = BLOCK - _CODES  # maximum number of exponents of a block that do not fit
+_RAW: Final = 255  # instead of their number: all exponents of the block are stored unencoded
 _ESCAPE: Final = 7
 _HALF: Final = np.uint32(16)
 _WIDTHS: Final = {torch.bfloat16: 1, torch.float32: 2}  # halves of a value
@@ -47,14 +48,14 @@ def blocks_of(numel: int) -> int:
 
 
 def most_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """The length that no payload exceeds, a multiple of 4."""
+    """Return the maximum length of a payload, a multiple of 4."""
     if not numel:
         return 0
     return _sections(numel, _WIDTHS[dtype])[-1] + blocks_of(numel) * _MOST
 
 
 def dtype_of(wire: torch.Tensor) -> torch.dtype:
-    """The dtype of the values of a payload."""
+    """Return the dtype of a payload's values."""
     width = int.from_bytes(wire[:4].numpy().tobytes(), "little")
     for dtype, known in _WIDTHS.items():
         if known == width:
@@ -63,7 +64,7 @@ def dtype_of(wire: torch.Tensor) -> torch.dtype:
 
 
 def _sections(numel: int, width: int) -> tuple[int, int, int, int, int]:
-    """Where heads, codes, uppers, lowers and the last bytes begin."""
+    """Return the offsets of heads, codes, uppers, lowers and the last bytes."""
     heads = 4
     codes = heads + -(-blocks_of(numel) // 2) * 4
     uppers = codes + blocks_of(numel) * _CODES
@@ -72,7 +73,7 @@ def _sections(numel: int, width: int) -> tuple[int, int, int, int, int]:
 
 
 def _split(wire: Array, numel: int, width: int) -> tuple[Array, Array, Array, Array, Array]:
-    """Heads, codes, uppers, lowers (empty for bfloat16) and the last bytes, as views."""
+    """Return heads, codes, uppers, lowers (empty for bfloat16) and the last bytes, as views."""
     heads, codes, uppers, lowers, rest = _sections(numel, width)
     return (
         wire[heads : heads + 2 * blocks_of(numel)].view(np.uint16),
@@ -83,11 +84,11 @@ def _split(wire: Array, numel: int, width: int) -> tuple[Array, Array, Array, Ar
     )
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def encode_reference(values: torch.Tensor) -> torch.Tensor:
-    """The payload of flat float32 or bfloat16 values, in plain torch."""
+    """Return the payload of flat float32 or bfloat16 values, in plain torch."""
     numel, width = values.numel(), _WIDTHS[values.dtype]
     words = values.view(torch.int16 if width == 1 else torch.int32).to(torch.int64)
     halves = words if width == 1 else words >> 16
@@ -125,7 +126,7 @@ def encode_reference(values: torch.Tensor) -> torch.Tensor:
 
 @cpu.inlined
 def _encode_block(halves, uppers, codes, exponents, packed, rest, found):  # type: ignore[no-untyped-def]
-    """Encode whole 256 upper halves; appends to `rest`. Returns the head, and how many `rest` now holds."""
+    """Encode 256 upper halves; appends to `rest`. Returns the head, and the new length of `rest`."""
     largest = np.uint16(0)
     for i in range(BLOCK):
         largest = max(largest, np.uint16((halves[i] >> np.uint16(7)) & np.uint16(255)))
@@ -135,7 +136,7 @@ def _encode_block(halves, uppers, codes, exponents, packed, rest, found):  # typ
         packed[i] = min(np.uint16(largest - exponent), np.uint16(_ESCAPE))
     for i in range(uppers.size):
         uppers[i] = (halves[i] & np.uint16(127)) | ((halves[i] >> np.uint16(8)) & np.uint16(128))
-    for plane in range(3):  # by masks and minima: there are no vector instructions that shift bytes
+    for plane in range(3):  # by masks and minima, because no vector instruction shifts bytes
         part = codes[plane * _PLANE : plane * _PLANE + _PLANE]
         mask = np.uint8(1 << plane)
         for j in range(_PLANE):
@@ -161,7 +162,7 @@ def _encode_block(halves, uppers, codes, exponents, packed, rest, found):  # typ
 
 @cpu.compiled
 def _encode(values, shift, heads, codes, uppers, lowers, lo, hi):  # type: ignore[no-untyped-def]
-    """Of integers whose upper halves are at `shift`; returns the exponents that did not fit."""
+    """Encode integers with upper halves at `shift`; returns the exponents that did not fit."""
     rest = np.empty((hi - lo) * _MOST + BLOCK + 1, np.uint8)
     exponents, packed = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint8)
     halves = np.empty(BLOCK, np.uint16)
@@ -194,7 +195,7 @@ def _encode(values, shift, heads, codes, uppers, lowers, lo, hi):  # type: ignor
 
 @cpu.inlined
 def _decode_exponents(head, codes, rest, at, exponents):  # type: ignore[no-untyped-def]
-    """Write a block's 256 exponents; returns whether as many did not fit as its head says."""
+    """Write a block's 256 exponents; returns whether the number that did not fit matches the head."""
     largest, count = np.uint8(head & np.uint16(255)), np.int64(head >> np.uint16(8))
     if count == _RAW:
         cpu.put(codes[:_CODES], exponents)
@@ -230,7 +231,7 @@ def _join(uppers, exponents, halves):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def _decode(heads, codes, uppers, lowers, rest, starts, out, lo, hi):  # type: ignore[no-untyped-def]
-    """Returns how many blocks contradict their heads."""
+    """Decode blocks; returns the number of blocks that contradict their heads."""
     exponents, halves = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
     wrong = 0
     for block in range(lo, hi):
@@ -252,7 +253,7 @@ def _decode(heads, codes, uppers, lowers, rest, starts, out, lo, hi):  # type: i
 
 @cpu.compiled
 def _accumulate(heads, codes, uppers, lowers, rest, starts, total, factor, lo, hi):  # type: ignore[no-untyped-def]
-    """Returns how many blocks contradict their heads."""
+    """Decode blocks; returns the number of blocks that contradict their heads."""
     exponents, halves = np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint16)
     bits = np.empty(BLOCK, np.uint32)
     values = bits.view(np.float32)
@@ -279,7 +280,7 @@ def _accumulate(heads, codes, uppers, lowers, rest, starts, total, factor, lo, h
 
 
 def encode(values: torch.Tensor, wire: torch.Tensor) -> int:
-    """Write the payload of flat float32 or bfloat16 `values` to `wire`; returns its length in bytes."""
+    """Write the payload of flat float32 or bfloat16 `values` to `wire`; returns the length in bytes."""
     width = _WIDTHS[values.dtype]
     target, bits = wire.numpy(), _bits(values)
     heads, codes, uppers, lowers, rest = _split(target, bits.size, width)
@@ -294,15 +295,15 @@ def encode(values: torch.Tensor, wire: torch.Tensor) -> int:
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor) -> None:
-    """Overwrite flat `out`, of the payload's `dtype_of`, with the values; `wire` may be longer than needed.
+    """Overwrite flat `out`, of the payload's `dtype_of`, with the values; `wire` may be longer.
 
-    Raises `BackendError` if the payload cannot be that of as many values.
+    Raises `BackendError` if the payload does not fit the number of values.
     """
     _run(_decode, wire, out.dtype, _bits(out))
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float) -> None:
-    """Add `factor` times the values, of either dtype, to flat float32 `total`; else as `decode`."""
+    """Add `factor` times the values, of either dtype, to flat float32 `total`; otherwise like `decode`."""
     _run(_accumulate, wire, dtype_of(wire), total.numpy(), np.float32(factor))
 
 
@@ -317,7 +318,7 @@ def _run(kernel: Any, wire: torch.Tensor, dtype: torch.dtype, out: Array, *args:
     if sizes.max() > _MOST or starts[-1] + sizes[-1] > rest.size:
         raise BackendError(f"an exp_window payload of {numel} values is cut off or damaged")
     if not rest.size:
-        rest = np.zeros(1, np.uint8)  # for reads that are not used
+        rest = np.zeros(1, np.uint8)  # for reads of unused values
     parts = (heads, codes, uppers, lowers, rest, starts)
     wrong = sum(cpu.spread(kernel, heads.size, out.nbytes, *parts, out, *args))
     if wrong:

@@ -1,8 +1,8 @@
-"""Numbers of a few bits in words of 32, and the places of set bits; parts of CPU kernels.
+"""Pack numbers of a few bits into 32-bit words, and find set bits; functions for CPU kernels.
 
-The first number is in the lowest bits of the first word; numbers of a width that does not divide 32 lie
-across the borders of words. None of it branches on data: where a branch cannot be predicted, guessing wrong
-costs more than everything else that is done for a number.
+The first number is in the lowest bits of the first word; numbers with a width that does not divide 32 cross
+word boundaries. No function branches on data, because a mispredicted branch costs more than all other work
+for a number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NONE: Final = np.uint32(0)
 
 @cpu.inlined
 def _append(places, found, base, byte):  # type: ignore[no-untyped-def]
-    """Write the places of a byte's bits behind the first `found`; what is written beyond them is no place."""
+    """Append the places of a byte's bits after the first `found`; further writes are garbage."""
     row = _PLACES[byte]
     for i in range(8):
         places[found + i] = np.uint32(base + row[i])
@@ -39,7 +39,7 @@ def _append(places, found, base, byte):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def places_of_bits(words, places):  # type: ignore[no-untyped-def]
-    """Write the places of the bits that are set in uint32 `words` to uint32 `places`; returns how many."""
+    """Write the places of set bits in uint32 `words` to uint32 `places`; returns the number of set bits."""
     found = np.int64(0)
     for word in range(words.size):
         bits = words[word]
@@ -51,7 +51,7 @@ def places_of_bits(words, places):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def places_of_flags(flags, places):  # type: ignore[no-untyped-def]
-    """The same for bytes of 0 or 1, eight in each element of uint64 `flags`."""
+    """Run `places_of_bits` on bytes of 0 or 1, eight in each element of uint64 `flags`."""
     found = np.int64(0)
     for word in range(flags.size):
         byte = np.uint64(flags[word] * _SQUEEZE) >> _TOP_BYTE
@@ -61,7 +61,7 @@ def places_of_flags(flags, places):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def pack_flags(flags, words):  # type: ignore[no-untyped-def]
-    """Write bytes of 0 or 1, eight in each element of uint64 `flags`, as bits to uint32 `words`."""
+    """Pack bytes of 0 or 1, eight in each element of uint64 `flags`, as bits into uint32 `words`."""
     for word in range(words.size):
         bits = _NONE
         for part in range(4):
@@ -87,7 +87,7 @@ def _pack(numbers, width, each, count, words):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def pack(numbers, width, count, words):  # type: ignore[no-untyped-def]
-    """Write the first `count` of uint32 `numbers`, each of `width` bits, to uint32 `words`: all it needs."""
+    """Pack the first `count` of uint32 `numbers`, with `width` bits each, into uint32 `words`."""
     if width == 2:  # constants, for vector instructions
         _pack(numbers, 2, 16, count, words)
     elif width == 4:
@@ -116,7 +116,7 @@ def _unpack(words, width, each, numbers):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def unpack(words, width, count, numbers):  # type: ignore[no-untyped-def]
-    """The opposite of `pack`. Writes up to `SLACK` elements more than `count`."""
+    """Unpack the result of `pack`. Writes up to `SLACK` elements more than `count`."""
     if width == 2:
         _unpack(words, 2, 16, numbers)
     elif width == 4:

@@ -2,17 +2,17 @@
 
 Payload of n values in b = ceil(n / block) blocks:
 
-    b scales, padded to a multiple of 4 bytes | n fp8 codes | up to 3 bytes that mean nothing
+    b scales, padded to a multiple of 4 bytes | n fp8 codes | up to 3 bytes of padding
 
 The codes are bit patterns of torch.float8_e4m3fn or torch.float8_e5m2. value = code × scale, code =
 value / scale rounded to nearest even, at most the largest finite code. Two kinds of scales:
 
-    float32  blocks of 256, little endian; max(amax / largest code, 2^-126), the quotient rounded down
+    float32  blocks of 256, little endian; max(amax / largest code, 2^-126), with the quotient rounded down
     e8m0     blocks of 32; one byte e stands for 2^(e - 127), floor(log2 amax) less the exponent of the
              largest code and at least -127: MXFP8 of the OCP Microscaling Formats specification, v1.0
 
-A block that holds a NaN or an infinity has the scale NaN (e8m0: 255) and codes of 0, so all of it
-decodes to NaN.
+A block with a NaN or an infinity has the scale NaN (e8m0: 255) and codes of 0, so all its values decode to
+NaN.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CHUNK: Final = small_blocks.CHUNK
 
 
 class Float8Format(NamedTuple):
-    """A float of 8 bits, and how float32 becomes it.
+    """An 8-bit float format, and its relation to float32.
 
     Attributes:
-        dtype: torch's name for it.
-        shift: bits of float32's mantissa that it lacks.
-        bias: float32's exponent bias less its own.
+        dtype: the dtype in torch.
+        shift: number of mantissa bits that float32 has more.
+        bias: float32's exponent bias minus the format's bias.
         top: code of the largest finite value.
     """
 
@@ -46,7 +46,7 @@ class Float8Format(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest finite value."""
+        """Largest finite value."""
         return float(torch.finfo(self.dtype).max)
 
     @property
@@ -57,7 +57,7 @@ class Float8Format(NamedTuple):
 
     @property
     def least(self) -> float:
-        """The smallest positive value."""
+        """Smallest positive value."""
         return 2.0 ** (self.shift + self.bias - 149)
 
     @property
@@ -67,7 +67,7 @@ class Float8Format(NamedTuple):
 
     @property
     def lowest(self) -> int:
-        """The smallest value with a mantissa of full length, as bits of a float32."""
+        """Smallest normal value, as bits of a float32."""
         return (self.bias + 1) << 23
 
 
@@ -78,17 +78,17 @@ FORMATS: Final = {
 
 
 def block_of(scale: Scale) -> int:
-    """Values in a block."""
+    """Return the number of values in a block."""
     return CHUNK if scale == "float32" else small_blocks.BLOCK
 
 
 def nbytes(numel: int, scale: Scale) -> int:
-    """Length of a payload, a multiple of 4."""
+    """Return the length of a payload, a multiple of 4."""
     return _scale_nbytes(numel, scale) + -(-numel // 4) * 4
 
 
 def split(wire: torch.Tensor, numel: int, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales, as float32 or bytes, and the codes, as bytes, of a payload; views."""
+    """Return the scales (float32 or bytes) and the codes (bytes) of a payload, as views."""
     room = _scale_nbytes(numel, scale)
     blocks = -(-numel // block_of(scale))
     scales = wire[:room].view(torch.float32) if scale == "float32" else wire[:blocks]
@@ -100,11 +100,11 @@ def _scale_nbytes(numel: int, scale: Scale) -> int:
     return blocks * 4 if scale == "float32" else -(-blocks // 4) * 4
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor, fmt: Float8Format, scale: Scale) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     scales, codes = split(wire, values.numel(), scale)
     padded = torch.zeros(scales.numel(), block_of(scale), device="cpu")
     padded.view(-1)[: values.numel()] = values
@@ -123,7 +123,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, fmt: Float8Format
 
 
 def decode_reference(wire: torch.Tensor, out: torch.Tensor, fmt: Float8Format, scale: Scale) -> None:
-    """`decode` in plain torch."""
+    """Run `decode` in plain torch."""
     scales, codes = split(wire, out.numel(), scale)
     if scale == "e8m0":
         powers = torch.exp2(scales.to(torch.float64) - 127).to(torch.float32)
@@ -133,7 +133,7 @@ def decode_reference(wire: torch.Tensor, out: torch.Tensor, fmt: Float8Format, s
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
-# numba makes 64 bits of what it computes from uint32; the conversions keep vectors of 32 bits.
+# numba widens results of uint32 to 64 bits; the conversions keep 32-bit vectors.
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITE: Final = np.uint32(0x7F800000)
@@ -155,10 +155,10 @@ _TOGETHER: Final = small_blocks.TOGETHER
 
 @cpu.inlined
 def _quantise(values, per_unit, top, codes, encoding):  # type: ignore[no-untyped-def]
-    """Write the codes of `values` × `per_unit`, none above `top`.
+    """Write the codes of `values` × `per_unit`, at most `top`.
 
-    A float whose last bit is worth as much as the last bit of the code is added: that rounds, and the
-    sum's mantissa counts the units. Below `lowest` they stay the same, as those of the code do.
+    Adding a float whose last bit has the weight of the code's last bit rounds, and the sum's mantissa counts
+    the units. Below `lowest` the units are constant, as in the code.
     """
     shift, lowest = encoding
     for i in range(values.size):
@@ -174,7 +174,7 @@ def _quantise(values, per_unit, top, codes, encoding):  # type: ignore[no-untype
 
 @cpu.inlined
 def _value(code, decoding):  # type: ignore[no-untyped-def]
-    # Not as a denormal float32 times a power of two: processors take long over those.
+    # Not as a denormal float32 times a power of two, which is slow on processors.
     shift, bias, normal, least = decoding
     magnitude = np.uint32(np.uint32(code) & _CODE_MAGNITUDE)
     large = np.uint32(np.uint32(magnitude << np.uint32(shift & _SHIFTS)) + bias)
@@ -218,9 +218,9 @@ def _encode_block(values, bits, scales, marks, codes, block, step, top, encoding
 
 @cpu.inlined
 def encode_block_at(block, values, bits, scales, marks, codes, step, top, encoding):  # type: ignore[no-untyped-def]
-    """Write the codes of a block of `values` and its float32 scale, which are part of a payload."""
+    """Write the codes and the float32 scale of a block of `values` to a payload."""
     at = block * CHUNK
-    if at + CHUNK <= values.size:  # slices of a constant length, or no vector instructions
+    if at + CHUNK <= values.size:  # constant slice lengths give vector instructions
         part = slice(at, at + CHUNK)
         _encode_block(values[part], bits[part], scales, marks, codes[part], block, step, top, encoding)
     else:
@@ -400,15 +400,16 @@ def reduce(
     fmt: Float8Format,
     scale: Scale,
 ) -> None:
-    """Add `factor` × every row of `wires` but `skip` to `total` and encode it, in one pass over memory.
+    """Add `factor` × every row of `wires` but `skip` to `total`, and encode `total`, in one pass over memory.
 
     Args:
-        wires: ranks × at least `nbytes(total.numel(), scale)` bytes, rows at multiples of 4 bytes.
-        skip: a row that is left out, -1 for none.
-        total: flat float32; holds the sum afterwards.
+        wires: one payload per rank, in rows of at least `nbytes(total.numel(), scale)` bytes, at multiples of
+            4 bytes.
+        skip: the row to omit, -1 for none.
+        total: flat float32; contains the sum afterwards.
         wire: receives the payload of `total`.
-        factor: of decoded values.
-        fmt: of the codes.
+        factor: factor of decoded values.
+        fmt: format of the codes.
         scale: kind of the scales.
     """
     if total.is_cuda:
@@ -442,7 +443,7 @@ def _decode(
 def _encoder(
     values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, fmt: Float8Format, scale: Scale
 ) -> tuple[Any, ...]:
-    """The arguments of both kernels that encode."""
+    """Return the arguments of both encoding kernels."""
     x, s = values.numpy(), scales.numpy()
     numbers = (np.uint32(fmt.top), (np.uint32(fmt.shift), np.uint32(fmt.lowest)))
     if scale == "e8m0":
@@ -451,13 +452,13 @@ def _encoder(
 
 
 def decoding_of(fmt: Float8Format) -> tuple[Any, ...]:
-    """What kernels need to decode a format."""
+    """Return the arguments with which kernels decode a format."""
     normal = np.uint32(1 << (23 - fmt.shift))
     return np.uint32(fmt.shift), np.uint32(fmt.bias << 23), normal, np.float32(fmt.least)
 
 
 def chunks_of(values: torch.Tensor) -> int:
-    """Number of chunks; the last may be shorter."""
+    """Return the number of chunks; the last may be shorter."""
     return -(-values.numel() // CHUNK)
 
 

@@ -2,22 +2,21 @@
 
 Payload of n values in b = ceil(n / 128) blocks, little endian:
 
-    b pairs of bfloat16, the lower and the higher level | 32 × b bytes of codes
+    b pairs of bfloat16 (lower level, higher level) | 32 × b bytes of codes
 
-A code is the sign in its low bit, set for negative values, and in its high bit whether the magnitude is above
-the block's threshold: value = ± lower level, or ± higher level. Byte j of a block has the codes of its values
-j, j + 32, j + 64 and j + 96, from the lowest bits up. The last block is filled up with zeros, which do not
-count.
+The low bit of a code is the sign, set for negative values. The high bit is set if the magnitude is above the
+block's threshold: the value is ± lower level or ± higher level. Byte j of a block has the codes of values j,
+j + 32, j + 64 and j + 96, from the lowest bits up. The last block is padded with zeros, which do not count.
 
-The threshold is 1.2303 × the mean magnitude: where the quantiser of four levels with the least squared error
-for a Gaussian has it (Max, "Quantizing for Minimum Distortion", 1960: 0.9816 σ, and the mean magnitude is
-0.7979 σ). Each level is the mean of the magnitudes that it stands for, which has the least error for given
-codes (Lloyd, "Least Squares Quantization in PCM", 1982), whatever the distribution; 0 if it stands for none.
+The threshold is 1.2303 × the mean magnitude, as in the four-level quantiser with the smallest squared error
+for a Gaussian (Max, "Quantizing for Minimum Distortion", 1960: 0.9816 σ, where the mean magnitude is 0.7979
+σ). Each level is the mean of the magnitudes that it represents, which minimises the error for given codes and
+any distribution (Lloyd, "Least Squares Quantization in PCM", 1982); 0 if it represents none.
 
-Sums are made in a fixed order, so they are the same everywhere: of the values with the numbers j, j + 32,
-j + 64 and j + 96 from first to last, then the upper half of the sums is added to the lower, five times over.
-Magnitudes are divided by 128, lest a sum overflow. A block that holds a NaN or an infinity has levels of NaN
-and codes of 0, so all of it decodes to NaN.
+Sums are computed in a fixed order, so they are the same everywhere: first over the values j, j + 32, j + 64
+and j + 96 in this order, then the upper half of the sums is added to the lower half, five times. Magnitudes
+are divided by 128, so that sums do not overflow. A block with a NaN or an infinity has levels of NaN and
+codes of 0, so all its values decode to NaN.
 """
 
 from __future__ import annotations
@@ -31,38 +30,38 @@ from mcr_plus.kernels import cpu
 
 BLOCK: Final = 128
 LANES: Final = 32
-ROWS: Final = BLOCK // LANES  # values of a byte
+ROWS: Final = BLOCK // LANES  # values per byte
 THRESHOLD: Final = float(np.float32(0.9816 / 0.79788456))
 LARGEST_LEVEL: Final = 0x7F7F
 """The largest finite bfloat16, as bits."""
 
 
 def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
+    """Return the number of blocks; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def nbytes(numel: int) -> int:
-    """Length of a payload, a multiple of 4."""
+    """Return the length of a payload, a multiple of 4."""
     return blocks_of(numel) * (4 + LANES)
 
 
 def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The levels, as bits of bfloat16 in int16, blocks × 2, and the codes of a payload, as views."""
+    """Return the levels (bits of bfloat16 as int16, blocks × 2) and the codes of a payload, as views."""
     blocks = blocks_of(numel)
     return wire[: 4 * blocks].view(torch.int16).view(-1, 2), wire[4 * blocks : nbytes(numel)]
 
 
 def factor_of(count: int) -> float:
-    """The factor that makes a mean of a sum of `count` magnitudes / 128."""
+    """Return the factor that turns a sum of `count` magnitudes / 128 into a mean."""
     return float(np.float32(BLOCK) / np.float32(max(count, 1)))
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def _folded(rows: torch.Tensor) -> torch.Tensor:
-    """Sums of blocks × 4 × 32 in the order of the docstring."""
+    """Sum blocks × 4 × 32 values in the order that the module's docstring describes."""
     sums = torch.zeros(rows.shape[0], LANES, device="cpu")
     for row in range(ROWS):
         sums = sums + rows[:, row]
@@ -73,7 +72,7 @@ def _folded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     levels, codes = split(wire, values.numel())
     blocks = levels.shape[0]
     rows = torch.zeros(blocks, ROWS, LANES, device="cpu")
@@ -97,7 +96,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
 
 
 def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
-    """`decode` in plain torch."""
+    """Run `decode` in plain torch."""
     levels, codes = split(wire, out.numel())
     both = codes.view(-1, 1, LANES).to(torch.int32) >> torch.tensor([0, 2, 4, 6], device="cpu")[:, None]
     lower, higher = levels.view(torch.bfloat16).to(torch.float32)[:, :, None, None].unbind(1)
@@ -106,8 +105,8 @@ def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
-# The loops run over the 32 lanes. numba makes 64 bits of what it computes from uint32; the conversions keep
-# vectors of 32 bits.
+# The loops run over the 32 lanes. numba widens results of uint32 to 64 bits; the conversions keep 32-bit
+# vectors.
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _SIGN: Final = np.uint32(0x80000000)
@@ -130,7 +129,7 @@ _STRIP: Final = 16  # blocks
 
 @cpu.inlined
 def _fold(sums):  # type: ignore[no-untyped-def]
-    # Each loop with a constant length: a loop over the lengths would not become vector instructions.
+    # One loop per constant length: a loop over the lengths would not become vector instructions.
     for j in range(16):
         sums[j] += sums[j + 16]
     for j in range(8):
@@ -142,7 +141,7 @@ def _fold(sums):  # type: ignore[no-untyped-def]
 
 @cpu.embedded
 def _level(total, count):  # type: ignore[no-untyped-def]
-    """Bits of the bfloat16 nearest to the mean of `count` magnitudes that sum to 128 × `total`."""
+    """Return the bits of the nearest bfloat16 to the mean of `count` magnitudes; sum = 128 × `total`."""
     mean = np.float32(total * np.float32(_WHOLE / np.float32(max(count, 1))))
     bits = mean.view(np.uint32)
     odd = np.uint32(np.uint32(bits >> _HALF) & _ONE)
@@ -156,7 +155,7 @@ def _part(bits):  # type: ignore[no-untyped-def]
 
 @cpu.embedded
 def _above(value, edge):  # type: ignore[no-untyped-def]
-    """All bits if the magnitude is above the threshold, none otherwise."""
+    """Return a mask: all bits if the magnitude is above the threshold, otherwise none."""
     return np.uint32(_NONE - np.uint32(np.uint32(value & _MAGNITUDE) > edge))
 
 
@@ -174,7 +173,7 @@ def _mean(bits, sums):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _write_codes(bits, edge, codes, many):  # type: ignore[no-untyped-def]
-    """Write the codes; returns how many magnitudes are above the threshold."""
+    """Write the codes; returns the number of magnitudes above the threshold."""
     for j in range(LANES):
         a, b, c, d = bits[j], bits[j + 32], bits[j + 64], bits[j + 96]
         p, q, r, s = _above(a, edge), _above(b, edge), _above(c, edge), _above(d, edge)
@@ -190,7 +189,7 @@ def _write_codes(bits, edge, codes, many):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _add_parts(bits, edge, flip, sums):  # type: ignore[no-untyped-def]
-    """The sum of the magnitudes above the threshold; with `flip`, all bits, of the others."""
+    """Return the sum of the magnitudes above the threshold; with all bits in `flip`, of the others."""
     for j in range(LANES):
         a, b, c, d = bits[j], bits[j + 32], bits[j + 64], bits[j + 96]
         p, q = np.uint32(_above(a, edge) ^ flip), np.uint32(_above(b, edge) ^ flip)
@@ -201,7 +200,7 @@ def _add_parts(bits, edge, flip, sums):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def _encode(bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
-    # Separate arrays, which LLVM knows to be separate.
+    # Separate arrays, so that LLVM knows that they do not overlap.
     sums, many, padded = np.empty(LANES, np.float32), np.empty(LANES, np.uint32), np.zeros(BLOCK, np.uint32)
     for block in range(lo, hi):
         part = bits[block * BLOCK : min((block + 1) * BLOCK, bits.size)]
@@ -213,7 +212,7 @@ def _encode(bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
         total = _mean(part, sums)
         if total < _INFINITE:
             mean = np.float32(total * np.float32(_WHOLE / np.float32(count)))
-            edge = np.float32(mean * _THRESHOLD).view(np.uint32)  # magnitudes are in the order of their bits
+            edge = np.float32(mean * _THRESHOLD).view(np.uint32)  # magnitudes sort like their bits
             found = _write_codes(part, edge, room, many)
             levels[block, 0] = _level(_add_parts(part, edge, _ALL, sums), count - found)
             levels[block, 1] = _level(_add_parts(part, edge, _NONE, sums), found)
@@ -225,7 +224,7 @@ def _encode(bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
 
 @cpu.embedded
 def _value(code, lower, other):  # type: ignore[no-untyped-def]
-    """What a code stands for; the lower level as bits, and in which of them the higher one is different."""
+    """Return the value of a code. `lower`: bits of the lower level; `other`: those xor the higher level's."""
     above = np.uint32(_NONE - np.uint32(np.uint32(code >> _ONE) & _ONE))
     sign = np.uint32(np.uint32(code << _THIRTY_ONE) & _SIGN)
     return np.uint32(np.uint32(lower ^ np.uint32(other & above)) ^ sign).view(np.float32)
@@ -253,7 +252,7 @@ def _decode(levels, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped
 @cpu.compiled
 def _reduce(wires, skip, factor, total, bits, levels, codes, lo, hi):  # type: ignore[no-untyped-def]
     room = levels.size * 2
-    for first in range(lo, hi, _STRIP):  # which stays in the first cache
+    for first in range(lo, hi, _STRIP):  # fits the first-level cache
         end = min(first + _STRIP, hi)
         for row in range(wires.shape[0]):
             if row != skip:
@@ -296,14 +295,15 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float) -> None:
 
 
 def reduce(wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tensor, factor: float) -> None:
-    """Add `factor` × every row of `wires` but `skip` to `total` and encode it, in one pass over memory.
+    """Add `factor` × every row of `wires` but `skip` to `total`, and encode `total`, in one pass over memory.
 
     Args:
-        wires: ranks × at least `nbytes(total.numel())` bytes, rows at multiples of 4 bytes.
-        skip: a row that is left out, -1 for none.
-        total: flat float32; holds the sum afterwards.
+        wires: one payload per rank, in rows of at least `nbytes(total.numel())` bytes, at multiples of 4
+            bytes.
+        skip: the row to omit, -1 for none.
+        total: flat float32; contains the sum afterwards.
         wire: receives the payload of `total`.
-        factor: of decoded values.
+        factor: factor of decoded values.
     """
     if total.is_cuda:
         for row in range(len(wires)):

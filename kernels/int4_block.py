@@ -4,16 +4,16 @@ Payload of n values in b = ceil(n / 32) blocks, little endian:
 
     b bfloat16 scales, padded to a multiple of 4 bytes | 16 × b bytes of codes
 
-value = code × scale. The scale is amax / 7 rounded up, between 2^-126 and the largest that times 7 is
-finite; code = value / scale rounded to nearest even, from -7 to 7. Byte j of a block has the code of
-its value j in the low and that of value j + 16 in the high half, both in two's complement. The last
-block is filled up with zeros.
+value = code × scale. The scale is amax / 7 rounded up, at least 2^-126, and at most the largest scale with a
+finite product with 7; code = value / scale rounded to nearest even, from -7 to 7. Byte j of a block has the
+code of value j in the low half and the code of value j + 16 in the high half, both in two's complement. The
+last block is padded with zeros.
 
-With `hadamard` a block is H x / 32 instead of x, and decoded with H, the Walsh-Hadamard matrix in
-natural order: the normalised transform, with its two factors of 1 / √32 at one end, where they are
-exact and keep the sums finite. The sums of codes are exact as well.
+With `hadamard` a block is H x / 32 instead of x, and decoded with H, the Walsh-Hadamard matrix in natural
+order. This is the normalised transform with both factors of 1 / √32 in the encoder, where they are exact and
+keep the sums finite. The sums of codes are exact as well.
 
-A block that holds a NaN or an infinity has the scale NaN and codes of 0, so all of it decodes to NaN.
+A block with a NaN or an infinity has the scale NaN and codes of 0, so all its values decode to NaN.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LARGEST_SCALE: Final = 0x7E12
 
 
 def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
+    """Return the number of blocks; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def nbytes(numel: int) -> int:
-    """Length of a payload, a multiple of 4."""
+    """Return the length of a payload, a multiple of 4."""
     return _scale_nbytes(numel) + blocks_of(numel) * 16
 
 
 def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales, as bits of bfloat16 in int16, and the codes of a payload, as views."""
+    """Return the scales (bits of bfloat16 as int16) and the codes of a payload, as views."""
     blocks, room = blocks_of(numel), _scale_nbytes(numel)
     return wire[: 2 * blocks].view(torch.int16), wire[room : room + 16 * blocks]
 
@@ -56,11 +56,11 @@ def _scale_nbytes(numel: int) -> int:
     return -(-blocks_of(numel) // 2) * 4
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def transform(rows: torch.Tensor) -> torch.Tensor:
-    """H times each row of 32; adds neighbours, then neighbours of the sums, and so on."""
+    """Multiply H by each row of 32: add neighbours, then neighbours of the sums, and so on."""
     for _ in range(5):
         even, odd = rows[:, 0::2], rows[:, 1::2]
         rows = torch.cat([even + odd, even - odd], 1)
@@ -68,7 +68,7 @@ def transform(rows: torch.Tensor) -> torch.Tensor:
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     scales, codes = split(wire, values.numel())
     rows = torch.zeros(scales.numel(), BLOCK, device="cpu")
     rows.view(-1)[: values.numel()] = values
@@ -88,7 +88,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -
 
 
 def decode_reference(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> None:
-    """`decode` in plain torch."""
+    """Run `decode` in plain torch."""
     scales, codes = split(wire, out.numel())
     pairs = codes.view(-1, 16).to(torch.int32)
     whole = torch.cat([pairs & 15, pairs >> 4], 1)
@@ -100,8 +100,8 @@ def decode_reference(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> N
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
-# Eight blocks go together; see small_blocks. numba makes 64 bits of what it computes from 32; the conversions
-# keep vectors of 32 bits.
+# Eight blocks are processed together, see small_blocks. numba widens 32-bit results to 64 bits; the
+# conversions keep 32-bit vectors.
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITE: Final = np.uint32(0x7F800000)
@@ -120,7 +120,7 @@ _TOP: Final = np.int32(28)
 
 @cpu.embedded
 def _scale_for(largest):  # type: ignore[no-untyped-def]
-    """Bits of the scale of a block whose largest magnitude has these bits."""
+    """Return the bits of a block's scale, given the bits of the largest magnitude."""
     exact = np.float32(max(np.uint32(largest).view(np.float32) * _STEP, _TINIEST)).view(np.uint32)
     return np.uint16(min(np.uint32(np.uint32(exact + _UP) >> _HALF), _CAP))
 
@@ -183,9 +183,9 @@ def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
             _pack(values[block * BLOCK : block * BLOCK + BLOCK], _ONE / _scale(scale), codes[part])
 
 
-# The transform of eight blocks adds neighbours and puts the sums before the differences, five times over.
-# That leaves value t of block k at 8 t + k: so the largest of all blocks are found and the codes are made
-# side by side, and only the bytes are then put into order.
+# The transform of eight blocks adds neighbours and puts the sums before the differences, five times. Value t
+# of block k is then at 8 t + k. So the largest magnitudes and the codes of all blocks are computed side by
+# side, and only the bytes are reordered.
 
 
 @cpu.linked
@@ -288,7 +288,7 @@ def _decode_chunk_hadamard(scales, codes, factor, add, values, work):  # type: i
 
 @cpu.embedded
 def _work_space():  # type: ignore[no-untyped-def]
-    """Memory for what chunks are computed in, and for a last chunk that is short."""
+    """Return memory for computing chunks, and for a short last chunk."""
     spaces = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     work = (*spaces, np.empty(128, np.uint8), np.empty(128, np.uint8))
     return work, (np.empty(CHUNK, np.float32), np.empty(TOGETHER, np.uint16), np.empty(128, np.uint8))
@@ -303,7 +303,7 @@ def _fill(source, target):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _pad(chunk, values, scales, codes, padded):  # type: ignore[no-untyped-def]
-    """Copy the parts of a short last chunk to arrays of full size, and zeros behind them."""
+    """Copy the parts of a short last chunk to arrays of full size, padded with zeros."""
     _fill(values[chunk * CHUNK :], padded[0])
     _fill(scales[chunk * TOGETHER :], padded[1])
     _fill(codes[chunk * 128 :], padded[2])
@@ -318,7 +318,7 @@ def _put_back(chunk, padded, scales, codes):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def encode_chunks(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    """Encode chunks of eight blocks, of which the last may be short."""
+    """Encode chunks of eight blocks; the last chunk may be short."""
     work, padded = _work_space()
     whole = min(hi, values.size // CHUNK)
     for chunk in range(lo, whole):
@@ -347,7 +347,7 @@ def _encode_hadamard(values, scales, codes, lo, hi):  # type: ignore[no-untyped-
 
 @cpu.linked
 def _decode_rest(scales, codes, factor, add, out):  # type: ignore[no-untyped-def]
-    """Decode what is left behind the whole blocks."""
+    """Decode the values after the last whole block."""
     block, spare = out.size // BLOCK, np.empty(CHUNK, np.float32)
     _unpack(codes[block * 16 : block * 16 + 16], _scale(scales[block]) * factor, spare)
     for i in range(out.size - block * BLOCK):
@@ -357,7 +357,7 @@ def _decode_rest(scales, codes, factor, add, out):  # type: ignore[no-untyped-de
 
 @cpu.compiled
 def decode_chunks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
-    """Decode chunks, of which the last may be short; adds `factor` times the values if `add`."""
+    """Decode chunks (the last may be short), or add `factor` times the values if `add`."""
     end = min(hi * TOGETHER, scales.size)
     whole = min(end, out.size // BLOCK)
     for block in range(lo * TOGETHER, whole):
@@ -435,15 +435,16 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, hadamard:
 def reduce(
     wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tensor, factor: float, hadamard: bool
 ) -> None:
-    """Add `factor` × every row of `wires` but `skip` to `total` and encode it, in one pass over memory.
+    """Add `factor` × every row of `wires` but `skip` to `total`, and encode `total`, in one pass over memory.
 
     Args:
-        wires: ranks × at least `nbytes(total.numel())` bytes, rows at multiples of 4 bytes.
-        skip: a row that is left out, -1 for none.
-        total: flat float32; holds the sum afterwards.
+        wires: one payload per rank, in rows of at least `nbytes(total.numel())` bytes, at multiples of 4
+            bytes.
+        skip: the row to omit, -1 for none.
+        total: flat float32; contains the sum afterwards.
         wire: receives the payload of `total`.
-        factor: of decoded values.
-        hadamard: whether blocks are transformed.
+        factor: factor of decoded values.
+        hadamard: True if blocks are transformed.
     """
     if total.is_cuda:
         for row in range(len(wires)):
@@ -468,7 +469,7 @@ def _start_decode(wire: torch.Tensor, out: torch.Tensor, factor: float, add: boo
 
 
 def chunks_of(values: torch.Tensor) -> int:
-    """Number of chunks of eight blocks; the last may be shorter."""
+    """Return the number of chunks of eight blocks; the last may be shorter."""
     return -(-values.numel() // CHUNK)
 
 

@@ -1,4 +1,4 @@
-"""int4_block with error feedback: sum, payload, and what the payload lacks, in one pass over memory. CPU."""
+"""int4_block with error feedback: sum, payload and residual in one pass over memory, on the CPU."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _encode_rest(values, decay, rest, scales, codes, lo, hi):  # type: ignore[no
 
 
 def encode_rest(values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor) -> None:
-    """Encode `decay` × `rest` + `values`, of which `rest` keeps what the payload lacks.
+    """Encode `decay` × `rest` + `values`, and write the encoding error to `rest`.
 
-    All float32 and flat, on the CPU, without `hadamard`. What is not finite in the end becomes zero in
-    `rest`. The same bits as one after the other.
+    All tensors are flat float32 on the CPU; without `hadamard`. Non-finite errors become zero in `rest`. The
+    result has the same bits as separate operations.
     """
     scales, codes = int4_block.split(wire, values.numel())
     arrays = (rest.numpy(), scales.numpy().view(np.uint16), codes.numpy())

@@ -2,10 +2,10 @@
 
 Payload of n values in b = ceil(n / 256) blocks, little endian:
 
-    b float32 scales | n int8 codes | up to 3 bytes that mean nothing
+    b float32 scales | n int8 codes | up to 3 bytes of padding
 
 value = code × scale, scale = max(amax / 127, 2^-126), code = value / scale rounded to nearest even. A block
-that holds a NaN or an infinity has the scale NaN and codes of 0, so all of it decodes to NaN.
+with a NaN or an infinity has the scale NaN and codes of 0, so all its values decode to NaN.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _ONE: Final = np.float32(1)
 
 
 def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
+    """Return the number of blocks; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def nbytes(numel: int) -> int:
-    """Length of a payload, a multiple of 4."""
+    """Return the length of a payload, a multiple of 4."""
     return blocks_of(numel) * 4 + -(-numel // 4) * 4
 
 
 def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales and the codes of a payload, as views."""
+    """Return the scales and the codes of a payload, as views."""
     scales = blocks_of(numel) * 4
     return wire[:scales].view(torch.float32), wire[scales : scales + numel].view(torch.int8)
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     scales, codes = split(wire, values.numel())
     padded = torch.zeros(scales.numel() * BLOCK, device="cpu")
     padded[: values.numel()] = values
@@ -59,7 +59,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
 
 
 def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
-    """`decode` in plain torch."""
+    """Run `decode` in plain torch."""
     scales, codes = split(wire, out.numel())
     out.copy_(codes.to(torch.float32) * scales.repeat_interleave(BLOCK)[: out.numel()])
 
@@ -69,11 +69,11 @@ def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
 
 @cpu.inlined
 def _encode_block(values, bits, scales, marks, codes, block):  # type: ignore[no-untyped-def]
-    # The largest magnitude as an integer: exact, in the order of the floats, NaN and infinity on top; and it
-    # becomes vector instructions, which a maximum of floats does not.
+    # The largest magnitude is computed on integers, which sort like floats, with NaN and infinity on top.
+    # Unlike a maximum of floats, this becomes vector instructions.
     largest = np.uint32(0)
     for i in range(values.size):
-        largest = max(largest, np.uint32(bits[i] & _MAGNITUDE))  # or numba makes it 64 bits wide
+        largest = max(largest, np.uint32(bits[i] & _MAGNITUDE))  # otherwise numba widens it to 64 bits
     if largest >= _INFINITE:
         marks[block] = _NAN
         for i in range(values.size):
@@ -89,7 +89,7 @@ def _encode_block(values, bits, scales, marks, codes, block):  # type: ignore[no
 @cpu.compiled
 def _encode(values, bits, scales, marks, codes, lo, hi):  # type: ignore[no-untyped-def]
     whole = min(hi, values.size // BLOCK)
-    for block in range(lo, whole):  # slices of a constant length, or no vector instructions
+    for block in range(lo, whole):  # constant slice lengths give vector instructions
         at = block * BLOCK
         part = slice(at, at + BLOCK)
         _encode_block(values[part], bits[part], scales, marks, codes[part], block)
@@ -166,14 +166,15 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float) -> None:
 
 
 def reduce(wires: torch.Tensor, skip: int, total: torch.Tensor, wire: torch.Tensor, factor: float) -> None:
-    """Add `factor` × every row of `wires` but `skip` to `total` and encode it, in one pass over memory.
+    """Add `factor` × every row of `wires` but `skip` to `total`, and encode `total`, in one pass over memory.
 
     Args:
-        wires: ranks × at least `nbytes(total.numel())` bytes, rows at multiples of 4 bytes.
-        skip: a row that is left out, -1 for none.
-        total: flat float32; holds the sum afterwards.
+        wires: one payload per rank, in rows of at least `nbytes(total.numel())` bytes, at multiples of 4
+            bytes.
+        skip: the row to omit, -1 for none.
+        total: flat float32; contains the sum afterwards.
         wire: receives the payload of `total`.
-        factor: of decoded values.
+        factor: factor of decoded values.
     """
     if total.is_cuda:
         for row in range(len(wires)):

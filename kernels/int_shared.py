@@ -1,16 +1,16 @@
-"""Integers on scales that all ranks share, many in a word: torch reference, CPU kernels, GPU launchers.
+"""Integers with scales shared by all ranks, several per word: torch reference, CPU kernels, GPU launchers.
 
-Block b holds the values [256 b, 256 b + 256), and has one float32 amax: its largest magnitude, or infinity if
-a value is a NaN or an infinity. The ranks agree on the largest amax of each block; then
+Block b has the values [256 b, 256 b + 256), and one float32 amax: the largest magnitude, or infinity if a
+value is NaN or infinite. The ranks agree on the largest amax of each block; then
 
     scale = max(amax / levels, 2^-126)
     code  = value / scale rounded to nearest even, from -levels to levels; 0 if amax is infinite
 
-and a block whose amax is infinite decodes to 0 × infinity, which is NaN.
+and a block with infinite amax decodes to 0 × infinity, which is NaN.
 
 Payload: int32 words of 1, 2 or 4 lanes of 32, 16 or 8 bits. Value i is lane i % lanes of word i // lanes; a
-word is the sum of code × 2^(lane × bits), so the sum of words holds the sums of codes as long as those fit
-the lanes. Lanes beyond the last value are 0.
+word is the sum of code × 2^(lane × bits), so a sum of words contains the sums of codes as long as these fit
+the lanes. Lanes after the last value are 0.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SIGNS: Final = {1: -0x80000000, 2: -0x7FFF8000, 4: -0x7F7F7F80}
 
 
 def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
+    """Return the number of blocks; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def words_of(numel: int, lanes: int) -> int:
-    """Length of a payload in words."""
+    """Return the length of a payload in words."""
     return -(-numel // lanes)
 
 
@@ -46,25 +46,25 @@ def _step(levels: int) -> Any:
     return np.float32(1 / levels)
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def amax_reference(values: torch.Tensor, amax: torch.Tensor) -> None:
-    """`amax` in plain torch."""
+    """Run `amax` in plain torch."""
     padded = torch.zeros(amax.numel() * BLOCK, device="cpu")
     padded[: values.numel()] = values
     amax.copy_(padded.view(-1, BLOCK).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(1))
 
 
 def scales_reference(amax: torch.Tensor, levels: int) -> torch.Tensor:
-    """The factors of codes, one per block."""
+    """Return the scales of codes, one per block."""
     return (amax * float(_step(levels))).clamp(min=float(_TINIEST))
 
 
 def encode_reference(
     values: torch.Tensor, amax: torch.Tensor, words: torch.Tensor, levels: int, lanes: int
 ) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     per_unit = (1 / scales_reference(amax, levels)).repeat_interleave(BLOCK)[: values.numel()]
     codes = torch.zeros(words.numel() * lanes, dtype=torch.int64, device="cpu")
     codes[: values.numel()] = (values * per_unit).nan_to_num(nan=0.0).round().to(torch.int64)
@@ -75,7 +75,7 @@ def encode_reference(
 def decode_reference(
     amax: torch.Tensor, words: torch.Tensor, out: torch.Tensor, levels: int, lanes: int
 ) -> None:
-    """`decode` in plain torch."""
+    """Run `decode` in plain torch."""
     width = 32 // lanes
     rest, codes = words.to(torch.int64), []
     for _ in range(lanes):
@@ -87,13 +87,13 @@ def decode_reference(
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
-# Codes side by side with all sign bits flipped are codes plus 2^(bits - 1): not negative, so none borrows
-# from its neighbour. So (codes ^ signs) - signs makes a word of them, all lanes at once.
+# Packed codes with all sign bits flipped are codes plus 2^(bits - 1): non-negative, so no lane borrows from
+# its neighbour. So (codes ^ signs) - signs computes a word, all lanes at once.
 
 
 @cpu.inlined
 def _largest(bits):  # type: ignore[no-untyped-def]
-    # As integers: exact, in the order of the floats, NaN on top; and it becomes vector instructions.
+    # On integers, which sort like floats, with NaN on top; this becomes vector instructions.
     largest = np.uint32(0)
     for i in range(bits.size):
         largest = max(largest, bits[i] & _MAGNITUDE)
@@ -103,7 +103,7 @@ def _largest(bits):  # type: ignore[no-untyped-def]
 @cpu.compiled
 def _amax(bits, marks, lo, hi):  # type: ignore[no-untyped-def]
     whole = min(hi, bits.size // BLOCK)
-    for block in range(lo, whole):  # slices of a constant length, or no vector instructions
+    for block in range(lo, whole):  # constant slice lengths give vector instructions
         at = block * BLOCK
         marks[block] = _largest(bits[at : at + BLOCK])
     for block in range(whole, hi):
@@ -181,10 +181,10 @@ def encode(values: torch.Tensor, amax: torch.Tensor, words: torch.Tensor, levels
     """Write the payload of flat float32 `values` to `words`.
 
     Args:
-        values: no larger than the `amax` of their block.
+        values: at most as large as the `amax` of their block.
         amax: the maxima that the ranks agreed on: float32, `blocks_of` long.
         words: int32, `words_of` long.
-        levels: the largest code, at most 2^20, so that rounding errors never reach the next one.
+        levels: the largest code, at most 2^20, so that rounding errors never reach the next code.
         lanes: 1, 2 or 4 per word.
     """
     if values.is_cuda:
@@ -223,7 +223,7 @@ def _decode_into(
 
 
 def _views(words: torch.Tensor, lanes: int) -> tuple[Any, Any, np.uint32]:
-    """The lanes and the words as arrays, and the sign bits of a word's lanes."""
+    """Return the lanes and the words as arrays, and the sign bits of a word's lanes."""
     signs = np.uint32(SIGNS[lanes] & 0xFFFFFFFF)
     return words.view(_LANES[lanes]).numpy(), words.numpy().view(np.uint32), signs
 

@@ -1,7 +1,7 @@
 """Join the parts of many tensors in one buffer, and split them again, on the host.
 
-torch's own `cat` and `split_with_sizes_copy` want a view of every tensor that is not flat, which costs more
-than copying it; here a tensor is an address.
+torch's own `cat` and `split_with_sizes_copy` need a view of every tensor that is not flat, which costs more
+than copying the tensor. Here a tensor is passed as an address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.kernels.cpu import compiled
 
-_numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
+_numba: Any = numba  # numba's partial annotations make type checkers report errors here
 _WORD: Final = numba.types.intp
 _memcpy: Any = _numba.types.ExternalFunction("memcpy", _WORD(_WORD, _WORD, _WORD))
 _memset: Any = _numba.types.ExternalFunction("memset", _WORD(_WORD, _numba.types.intc, _WORD))
@@ -56,14 +56,14 @@ def join(
     rows: int,
     steps: Sequence[int] | None = None,
 ) -> None:
-    """Copy row r of every tensor, one behind another, into row r of `whole`.
+    """Concatenate row r of every tensor into row r of `whole`.
 
     Args:
-        tensors: contiguous, on the host, of one dtype; each is `rows` rows of equal length.
-        sizes: elements in a row of each.
-        whole: contiguous, `rows` × sum(steps) elements of that dtype; apart from the tensors.
-        rows: how many parts each tensor has.
-        steps: elements from the beginning of each to that of the next, None for `sizes`; gaps become zero.
+        tensors: contiguous, on the host, of one dtype; each has `rows` rows of equal length.
+        sizes: number of elements in a row of each tensor.
+        whole: contiguous, `rows` × sum(steps) elements of the same dtype; shares no memory with the tensors.
+        rows: number of parts of each tensor.
+        steps: distances between consecutive tensors in elements, None for `sizes`; gaps become zero.
     """
     _join(*_addresses(tensors, sizes, steps, whole.element_size()), rows, whole.data_ptr())
 

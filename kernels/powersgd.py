@@ -1,12 +1,12 @@
-"""Factors of matrices: found, made orthonormal, and multiplied out. CPU kernels and batched torch operations.
+"""Compute, orthonormalise and multiply factors of matrices: CPU kernels and batched torch operations.
 
 Matrices come in batches of equal shape. A batch of matrices n × m of rank r has factors left (count × r × n)
 and right (count × r × m), float32 and contiguous; the product of its matrix b is left[b]ᵀ @ right[b]. The
-values of a matrix lie row by row in a flat tensor, from element `offset + b × stride` on.
+values of a matrix are stored row by row in a flat tensor, from element `offset + b × stride` on.
 
-What must come out alike on all ranks is summed in an order that depends neither on the number of threads
-nor on the processor, which a BLAS does not promise; and its threads spin where ranks share a host. On GPUs
-batched torch operations do the same work.
+Results that must be equal on all ranks are summed in an order that depends neither on the number of threads
+nor on the processor. A BLAS does not guarantee this, and its threads spin, which disturbs other ranks on the
+host. On GPUs, batched torch operations do the same work.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mcr_plus.kernels import cpu
 
 _DEPENDENT: Final = 1e-6
 """What is left of a row without the earlier rows' parts, against all of it: less is float32's rounding."""
-_COLUMNS: Final = 1024  # of a matrix at a time: what is added up over its rows fits the first cache
-_PARTS: Final = 64  # sums that a dot product is added up in, for vector instructions
+_COLUMNS: Final = 1024  # columns per step: their sums over rows fit the first-level cache
+_PARTS: Final = 64  # partial sums of a dot product, for vector instructions
 _STEP: Final = 4 * _PARTS
 
 
-# --- torch: on GPUs, and what the CPU kernels are tested against --------------------------------------------
+# --- torch: for GPUs, and as reference for tests of the CPU kernels -----------------------------------------
 
 
 def orthonormalise_reference(factors: torch.Tensor, spare: torch.Tensor) -> None:
-    """`orthonormalise` in torch operations."""
+    """Run `orthonormalise` by torch operations."""
     basis = torch.zeros_like(factors, dtype=torch.float64)
     for row in range(factors.shape[1]):
         found, sound = _unit(factors[:, row].to(torch.float64), basis[:, :row])
@@ -40,11 +40,11 @@ def orthonormalise_reference(factors: torch.Tensor, spare: torch.Tensor) -> None
 
 
 def _unit(rows: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows without their parts along `basis`, of length one or zero; and whether anything was left."""
+    """Return normalised rows without components along `basis`, and whether anything was left of each."""
     largest = rows.abs().amax(1, keepdim=True)
     rows = rows / largest.where(largest > 0, 1.0)
     before = rows.square().sum(1, keepdim=True).sqrt()
-    for _ in range(2):  # all at once: nearly dependent rows need it twice
+    for _ in range(2):  # all at once; nearly dependent rows need two passes
         rows = rows - torch.bmm(torch.bmm(rows[:, None], basis.mT), basis)[:, 0]
     after = rows.square().sum(1, keepdim=True).sqrt()
     sound = after > before * _DEPENDENT
@@ -54,14 +54,14 @@ def _unit(rows: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.
 def find_left_reference(
     values: torch.Tensor, offset: int, stride: int, right: torch.Tensor, left: torch.Tensor
 ) -> None:
-    """`find_left` in torch operations."""
+    """Run `find_left` by torch operations."""
     torch.bmm(right, _matrices(values, offset, stride, left, right).mT, out=left)
 
 
 def find_right_reference(
     values: torch.Tensor, offset: int, stride: int, left: torch.Tensor, right: torch.Tensor
 ) -> None:
-    """`find_right` in torch operations."""
+    """Run `find_right` by torch operations."""
     torch.bmm(left, _matrices(values, offset, stride, left, right), out=right)
 
 
@@ -74,7 +74,7 @@ def expand_reference(
     factor: float,
     add: bool,
 ) -> None:
-    """`expand` in torch operations."""
+    """Run `expand` by torch operations."""
     matrices = _matrices(values, offset, stride, left, right)
     matrices.baddbmm_(left.mT, right, beta=1.0 if add else 0.0, alpha=factor)
 
@@ -82,7 +82,7 @@ def expand_reference(
 def _matrices(
     values: torch.Tensor, offset: int, stride: int, left: torch.Tensor, right: torch.Tensor
 ) -> torch.Tensor:
-    """The matrices of a batch, count × n × m, as a view."""
+    """Return the matrices of a batch, count × n × m, as a view."""
     shape = (len(left), left.shape[2], right.shape[2])
     return values.as_strided(shape, (stride, shape[2], 1), values.storage_offset() + offset)
 
@@ -92,7 +92,7 @@ def _matrices(
 
 @cpu.inlined
 def _dot(first, second):  # type: ignore[no-untyped-def]
-    # Four sums: each addition waits for the one before it.
+    # Four sums, because each addition waits for the previous one.
     a = b = c = d = np.float64(0)
     fours = first.size // 4 * 4
     for i in range(0, fours, 4):
@@ -107,7 +107,7 @@ def _dot(first, second):  # type: ignore[no-untyped-def]
 
 @cpu.inlined
 def _take(source, basis, row):  # type: ignore[no-untyped-def]
-    """Make `source` row `row` of the basis; False, and no use of that row, if it depends on the others."""
+    """Make `source` row `row` of the basis; return False, and leave the row undefined, if it is dependent."""
     target = basis[row]
     largest = np.float64(0)
     for i in range(source.size):
@@ -117,7 +117,7 @@ def _take(source, basis, row):  # type: ignore[no-untyped-def]
     for i in range(source.size):
         target[i] = source[i] / largest
     before = _dot(target, target)
-    for earlier in range(row):  # one after the other, from what is left: nearly dependent rows need that
+    for earlier in range(row):  # one after another, from the remainder, which nearly dependent rows need
         other = basis[earlier]
         along = _dot(other, target)
         for i in range(source.size):
@@ -169,7 +169,7 @@ def _add_products(sums, x, y):  # type: ignore[no-untyped-def]
 
 @cpu.inlined
 def _sum_up(sums):  # type: ignore[no-untyped-def]
-    # Of _PARTS, by halves.
+    # Sum of _PARTS, by halves.
     for i in range(32):
         sums[i] += sums[i + 32]
     for i in range(16):
@@ -285,8 +285,8 @@ def find_right(
 def orthonormalise(factors: torch.Tensor, spare: torch.Tensor) -> None:
     """Make the rows of each factor orthonormal, in place, by Gram-Schmidt in float64.
 
-    A factor with a NaN or an infinity becomes NaN throughout. A row that depends on those before it is
-    replaced by the row of `spare` (r × n, any values), or by zeros where that depends on them too.
+    A factor with a NaN or an infinity becomes all NaN. A row that depends on earlier rows is replaced by the
+    row of `spare` (r × n, any values), or by zeros if that row is dependent, too.
     """
     if factors.is_cuda:
         orthonormalise_reference(factors, spare)
@@ -304,7 +304,7 @@ def expand(
     factor: float = 1.0,
     add: bool = False,
 ) -> None:
-    """Overwrite a batch's matrices in flat float32 `values` by `factor` × their products, or add those."""
+    """Overwrite a batch's matrices in flat float32 `values` by `factor` × left × right, or add this."""
     if values.is_cuda:
         expand_reference(left, right, values, offset, stride, factor, add)
         return

@@ -1,11 +1,11 @@
-"""k of n positions drawn without replacement: torch reference, CPU kernel, launcher.
+"""Draw k of n positions without replacement: torch reference, CPU kernel, launcher.
 
-The n values, begun at a random one and taken round in a circle, are cut into k parts whose lengths differ by
-at most one; one position of each part is drawn. Without the random beginning, values in shorter parts would
-be drawn more often; with it each has the same probability k / n. Both draws come from 32 random bits by
-multiplication, so probabilities are off by at most length / 2^32 of themselves.
+The n values form a circle with a random start, which is cut into k parts with lengths that differ by at most
+one; one position of each part is drawn. Without the random start, values in shorter parts would be drawn more
+often; with it, each value has the same probability k / n. Both draws multiply 32 random bits, so the relative
+error of probabilities is at most length / 2^32.
 
-There is no Triton kernel: on a GPU the torch reference computes the k positions, which are few.
+There is no Triton kernel: on a GPU the torch reference computes the few positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcr_plus.kernels import counter, cpu
 
 
 def positions_reference(numel: int, count: int, key: counter.Key, device: torch.device) -> torch.Tensor:
-    """`positions` in plain torch."""
+    """Run `positions` in plain torch."""
     part = torch.arange(count, device=device)
     length, longer = divmod(numel, count)
     drawn = counter.draw_reference(part, key) * (length + (part < longer).long()) >> 32
@@ -36,7 +36,7 @@ def _positions(numel, beginning, first, second, out, lo, hi):  # type: ignore[no
 
 
 def positions(numel: int, count: int, key: counter.Key, device: torch.device) -> torch.Tensor:
-    """`count` different int64 positions below `numel`; `count` < 2³², numel / count < 2³¹."""
+    """Return `count` different int64 positions below `numel`; `count` < 2³², numel / count < 2³¹."""
     if device.type == "cuda":
         return positions_reference(numel, count, key, device)
     out = torch.empty(count, dtype=torch.int64, device="cpu")
@@ -45,6 +45,6 @@ def positions(numel: int, count: int, key: counter.Key, device: torch.device) ->
 
 
 def _beginning(numel: int, key: counter.Key) -> int:
-    """Uniform below `numel`, from 64 bits that no part draws from."""
+    """Return a uniform number below `numel`, from 64 bits that no part uses."""
     high, low = counter.key_of("beginning", *map(int, key))
     return (int(high) << 32 | int(low)) * numel >> 64

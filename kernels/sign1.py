@@ -1,17 +1,17 @@
-"""Signs, and the mean magnitude of blocks of 1024 values: torch reference, CPU kernel, GPU launcher.
+"""Signs and the mean magnitude of blocks of 1024 values: torch reference, CPU kernel, GPU launcher.
 
 Payload of n values in b = ceil(n / 1024) blocks, little endian:
 
     b float32 scales | 32 × b words of 32 bits
 
-Bit k of word j of a block is set if the block's value 32 k + j is negative: so the values of a word lie
-in one lane of a vector, on the CPU and on the GPU. value = -scale where the bit is set, otherwise
-scale. The last block is filled up with zeros, which do not count for its mean.
+Bit k of word j of a block is set if the block's value 32 k + j is negative, so the values of a word are in
+one vector lane, on CPUs and GPUs. value = -scale if the bit is set, otherwise scale. The last block is padded
+with zeros, which do not count for the mean.
 
-The mean is computed in a fixed order, so it is the same everywhere: 32 sums of the magnitudes whose
-numbers are the same modulo 32, from first to last, then the upper half of the sums is added to the
-lower, five times over. The magnitudes are divided by 2048, lest the sum overflow. A block that holds a
-NaN or an infinity has the scale NaN, so all of it decodes to NaN.
+The mean is computed in a fixed order, so it is the same everywhere: first 32 sums of magnitudes with equal
+index modulo 32, from first to last; then the upper half of the sums is added to the lower half, five times.
+The magnitudes are divided by 2048, so that the sum does not overflow. A block with a NaN or an infinity has
+the scale NaN, so all its values decode to NaN.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
+    """Return the number of blocks; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def nbytes(numel: int) -> int:
-    """Length of a payload."""
+    """Return the length of a payload."""
     return blocks_of(numel) * (4 + 4 * LANES)
 
 
 def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales and the words, as int32, of a payload; views."""
+    """Return the scales and the words (int32) of a payload, as views."""
     room, end = blocks_of(numel) * 4, nbytes(numel)
     return wire[:room].view(torch.float32), wire[room:end].view(torch.int32)
 
 
 def mean_factor(count: int) -> float:
-    """The factor of the sum of a block's magnitudes / 2048; `count`: its values."""
+    """Return the factor that turns a sum of `count` magnitudes / 2048 into a mean."""
     return float(np.float32(2048) / np.float32(count))
 
 
-# --- torch: what the others are tested against --------------------------------------------------------------
+# --- torch: reference for tests of the other kernels --------------------------------------------------------
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     scales, words = split(wire, values.numel())
     blocks = torch.zeros(scales.numel(), LANES, LANES, device="cpu")
     blocks.view(-1)[: values.numel()] = values
@@ -72,7 +72,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
 
 
 def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
-    """`decode` in plain torch."""
+    """Run `decode` in plain torch."""
     scales, words = split(wire, out.numel())
     bits = words.view(-1, 1, LANES) >> torch.arange(LANES, device="cpu")[:, None] & 1
     signs = 1 - 2 * bits.to(torch.float32)
@@ -80,7 +80,7 @@ def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
-# numba makes 64 bits of what it computes from uint32; the conversions keep vectors of 32 bits.
+# numba widens results of uint32 to 64 bits; the conversions keep 32-bit vectors.
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _SIGN: Final = np.uint32(0x80000000)

@@ -1,7 +1,7 @@
-"""The largest magnitude of each of eight blocks of 32 values; a part of CPU kernels.
+"""The largest magnitude of each of eight blocks of 32 values, for CPU kernels.
 
-A loop over one such block is unrolled before it can become vector instructions, and then cannot. So
-eight blocks go together, and neighbours are compared until one of each block is left.
+A loop over one such block is unrolled first, and then not vectorised. So eight blocks are processed together,
+and neighbours are compared until one value per block is left.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def _halve(source, half):  # type: ignore[no-untyped-def]
 def largest_of_each(bits, scratch, largest):  # type: ignore[no-untyped-def]
     """Write the bits of the largest magnitude of each block to `largest`.
 
-    As integers they are exact and in the order of the floats, infinity and then NaN on top.
+    The bits are compared as integers, which sort like floats, with infinity and then NaN on top.
 
     Args:
-        bits: of `CHUNK` float32 values.
-        scratch: as many uint32, overwritten.
+        bits: bits of `CHUNK` float32 values.
+        scratch: `CHUNK` uint32, overwritten.
         largest: `TOGETHER` uint32.
     """
     first = scratch[0:128]

@@ -1,7 +1,7 @@
 """Sources of kernels, for the caches of compiled kernels on disk.
 
-numba compiles functions and constants of other modules into a kernel, while its cache compares the file of
-the kernel alone. `stamp` covers the other files as well.
+numba compiles functions and constants of other modules into a kernel, but its cache compares only the file of
+the kernel. `stamp` covers the other files as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IMPORTED: Final = re.compile(rb"^(?:from|import) ([\w.]+)", re.MULTILINE)
 
 @cache
 def stamp(name: str) -> str:
-    """A digest of the content of the files of `modules(name)`, in hex. `name`: of an imported module."""
+    """Return a digest of the files of `modules(name)`, in hex. `name`: an imported module."""
     digest = blake2b(digest_size=16)
     for each in sorted(modules(name)):
         digest.update(_source(each)[0])
@@ -28,7 +28,7 @@ def stamp(name: str) -> str:
 
 
 def modules(name: str) -> set[str]:
-    """A module, those of the same package that it imports, those that they import, and so on, by name."""
+    """Return the names of a module and of all modules of its package that it imports, even indirectly."""
     found, left = {name}, [name]
     while left:
         new = _source(left.pop())[1] - found
@@ -39,12 +39,12 @@ def modules(name: str) -> set[str]:
 
 @cache
 def _source(name: str) -> tuple[bytes, frozenset[str]]:
-    """The digest of the file of an imported module, and the modules of its package that it imports."""
+    """Return the digest of an imported module's file, and the modules of its package that it imports."""
     module = sys.modules[name]
     file = getattr(module, "__file__", None)
-    text = Path(file).read_bytes() if file else b""  # a folder without `__init__.py` has none
+    text = Path(file).read_bytes() if file else b""  # a folder without `__init__.py` has no text
     named = {each.decode() for each in _IMPORTED.findall(text)}
-    if not hasattr(module, "__path__"):  # a package has all of its modules that the process has imported
+    if not hasattr(module, "__path__"):  # a package has all imported submodules as attributes
         named |= {each.__name__ for each in vars(module).values() if isinstance(each, ModuleType)}
     package = name.partition(".")[0] + "."
     imported = frozenset(each for each in named if each.startswith(package) and each in sys.modules)

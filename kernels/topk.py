@@ -1,17 +1,17 @@
-"""The k values of largest magnitude and their places: torch reference, CPU kernels, launchers.
+"""Select the k values of largest magnitude and their places: torch reference, CPU kernels, launchers.
 
 Payload of k out of n values in g = ceil(n / 65536) blocks, little endian, sections at multiples of 4 bytes:
 
-    g uint32 counts of values sent | k uint16 places in their blocks | k values, float32 or bfloat16
+    g uint32 counts of sent values | k uint16 places in their blocks | k values, float32 or bfloat16
 
-Places ascend, so payloads are deterministic. Magnitudes are compared as the integer |bits|, whose order is
-that of the floats with infinity and NaN on top: what is not finite is sent first. Of equal magnitudes at the
-edge those of lower index are sent.
+Places ascend, so payloads are deterministic. Magnitudes are compared as the integer |bits|, which sorts like
+floats with infinity and NaN on top: non-finite values are sent first. Of equal magnitudes at the threshold,
+values with lower index are sent.
 
-On the CPU a threshold that the k-th magnitude surely exceeds, nearly always, is read off a sample, so that
-one pass over memory leaves few candidates, of which the k largest are then chosen exactly. Where the sample
-misled (too few candidates, or far too many) a radix select reads all values three more times. There is no
-Triton kernel: on a GPU the torch reference runs, which never waits for the device.
+On the CPU, a sample gives a threshold that the k-th magnitude almost certainly exceeds. So one pass over
+memory leaves few candidates, and the k largest of them are selected exactly. If the sample was misleading
+(too few candidates, or far too many), a radix select reads all values three more times. There is no Triton
+kernel: on a GPU the torch reference runs, which never waits for the device.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu
 
 BLOCK: Final = 1 << 16
-_FLAGS: Final = 512  # values whose flags are computed before any is looked at
-_WORD: Final = 8  # flags that are looked at together
-_LINE: Final = 16  # values of a cache line, which are sampled together
+_FLAGS: Final = 512  # number of flags that are computed before they are tested
+_WORD: Final = 8  # number of flags that are tested together
+_LINE: Final = 16  # values per cache line, which are sampled together
 _MOST_LINES: Final = 4096
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _ONE: Final = np.uint32(1)
 _DIGITS: Final = ((20, 11), (9, 11), (0, 9))  # shift and width: 31 bits in three passes
 _BUCKETS: Final = 1 << 11
-_SCATTER: Final = np.uint32(2654435769)  # 2^32 / golden ratio: multiples of it spread evenly
+_SCATTER: Final = np.uint32(2654435769)  # 2^32 / golden ratio: its multiples spread evenly
 
 Array = NDArray[Any]
 
 
 def blocks_of(numel: int) -> int:
-    """Number of blocks; the last may be shorter."""
+    """Return the number of blocks; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def nbytes(numel: int, sent: int, dtype: torch.dtype) -> int:
-    """Length of a payload of `sent` out of `numel` values, a multiple of 4."""
+    """Return the length of a payload of `sent` out of `numel` values, a multiple of 4."""
     return 4 * (blocks_of(numel) + -(-sent // 2) + -(-sent * dtype.itemsize // 4))
 
 
 def split(
     wire: torch.Tensor, numel: int, sent: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The counts (as int32), the places (uint16) and the values of a payload, as views."""
+    """Return the counts (int32), the places (uint16) and the values of a payload, as views."""
     places = 4 * blocks_of(numel)
     values = places + 4 * -(-sent // 2)
     return (
@@ -63,17 +63,17 @@ def split(
     )
 
 
-# --- torch: what the others are tested against, and what runs on a GPU --------------------------------------
+# --- torch: reference for tests, and implementation for GPUs ------------------------------------------------
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor, sent: int, dtype: torch.dtype) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     counts, places, chosen = split(wire, values.numel(), sent, dtype)
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
     threshold = magnitudes.topk(sent, sorted=False).values.amin()
     above, equal = magnitudes > threshold, magnitudes == threshold
     taken = above | (equal & (equal.cumsum(0) <= sent - above.sum()))
-    # The j-th index taken is where the running count reaches j; `nonzero` would wait for the device.
+    # Index j is where the running count reaches j. `nonzero` would wait for the device.
     ranks = torch.arange(1, sent + 1, device=values.device)
     indices = torch.searchsorted(taken.cumsum(0), ranks)
     edges = torch.arange(counts.numel() + 1, device=values.device) * BLOCK
@@ -83,7 +83,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, sent: int, dtype:
 
 
 def indices_reference(wire: torch.Tensor, numel: int, sent: int, dtype: torch.dtype) -> torch.Tensor:
-    """The int64 indices of the values that a payload holds, ascending."""
+    """Return the ascending int64 indices of the values in a payload."""
     counts, places, _ = split(wire, numel, sent, dtype)
     blocks = torch.arange(counts.numel(), device=wire.device)
     of_each = torch.repeat_interleave(blocks, counts, output_size=sent)
@@ -95,7 +95,7 @@ def indices_reference(wire: torch.Tensor, numel: int, sent: int, dtype: torch.dt
 
 @cpu.compiled
 def _sample(bits, lines, out, lo, hi):  # type: ignore[no-untyped-def]
-    # One line at a scattered place in each of as many equal parts, so that no period in the data is hit.
+    # One line at a pseudo-random place in each of equal parts, so that periodic data do not bias the sample.
     whole = bits.size // _LINE
     for line in range(lo, hi):
         first, last = whole * line // lines, whole * (line + 1) // lines
@@ -107,8 +107,8 @@ def _sample(bits, lines, out, lo, hi):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def _histogram(bits, prefix, above, shift, width, lo, hi):  # type: ignore[no-untyped-def]
-    """How often each digit occurs in the magnitudes whose bits from `above` on are `prefix`."""
-    # Four counters a digit, in turns: one would wait for its own last store where digits repeat.
+    """Count each digit in the magnitudes with the upper bits `prefix` (from bit `above` on)."""
+    # Four counters per digit, in turn: with repeated digits, a single counter would wait for its last store.
     counts = np.zeros((4, _BUCKETS), np.uint32)
     mask = (_ONE << width) - _ONE
     for i in range(lo, hi):
@@ -128,7 +128,7 @@ def _flag(bits, floor, flags):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _gather_block(bits, floor, dense, flags, words, places, kept, found, room):  # type: ignore[no-untyped-def]
-    """Append the values of a block whose magnitudes reach `floor`, and their places; stops beyond `room`."""
+    """Append a block's values of magnitude `floor` or more, and their places; stops beyond `room`."""
     whole = bits.size // _FLAGS * _FLAGS
     for at in range(0, whole, _FLAGS):
         if found > room:
@@ -136,7 +136,8 @@ def _gather_block(bits, floor, dense, flags, words, places, kept, found, room): 
         _flag(bits[at : at + _FLAGS], floor, flags)
         for word in range(_FLAGS // _WORD):
             if dense or words[word]:
-                # Each is written, and overwritten by the next unless it counts: no branch to mispredict.
+                # Each value is written, and overwritten by the next unless it counts, so no branch can be
+                # mispredicted.
                 for i in range(_WORD):
                     place = at + word * _WORD + i
                     places[found] = place
@@ -152,7 +153,7 @@ def _gather_block(bits, floor, dense, flags, words, places, kept, found, room): 
 
 @cpu.compiled
 def _gather(bits, floor, dense, room, counts, lo, hi):  # type: ignore[no-untyped-def]
-    """The candidates of blocks `lo` to `hi`: places, bits, and whether that is all; stops beyond `room`."""
+    """Return the candidates of blocks `lo` to `hi`: places, bits, and a flag that all fitted into `room`."""
     places, kept = np.empty(room + _FLAGS + 1, np.uint16), np.empty(room + _FLAGS + 1, np.uint32)
     flags = np.empty(_FLAGS, np.uint8)
     words = flags.view(np.uint64)
@@ -181,7 +182,7 @@ def _tally(bits, starts, threshold, above, equal, lo, hi):  # type: ignore[no-un
 
 @cpu.linked
 def _choose_block(places, bits, threshold, ties, room, sent_places, sent_bits):  # type: ignore[no-untyped-def]
-    """Of a block's candidates take those above `threshold`, and the first `ties` equal to it."""
+    """Select a block's candidates above `threshold`, and the first `ties` candidates equal to it."""
     room_places, room_bits = room
     taken = 0
     for i in range(places.size):
@@ -267,7 +268,7 @@ def encode(values: torch.Tensor, wire: torch.Tensor, sent: int, dtype: torch.dty
 
 
 def _encode(bits: Array, places: Array, chosen: Array) -> Array:
-    """Write the places and bits of the largest; returns how many are in each block."""
+    """Write the places and bits of the largest; returns their number in each block."""
     sent, counts = places.size, np.zeros(blocks_of(bits.size), np.int64)
     above, equal = np.empty((2, counts.size), np.int64)
     floor, room = _floor(bits, sent)
@@ -277,7 +278,7 @@ def _encode(bits: Array, places: Array, chosen: Array) -> Array:
     complete = all(part[2] for part in parts)
     trusted = complete and sent <= kept.size
     source, starts = (kept, _edges(counts)) if trusted else (bits, np.arange(counts.size + 1) * BLOCK)
-    few = complete and not trusted and floor == _ONE  # fewer are not zero than are sent
+    few = complete and not trusted and floor == _ONE  # fewer values are non-zero than are sent
     threshold = np.uint32(0) if few else _kth_largest(source, sent)
     cpu.spread(_tally, counts.size, source.nbytes, source, starts, threshold, above, equal)
     ties = np.clip(sent - above.sum() - (np.cumsum(equal) - equal), 0, equal)
@@ -292,14 +293,14 @@ def _encode(bits: Array, places: Array, chosen: Array) -> Array:
 
 
 def _floor(bits: Array, sent: int) -> tuple[np.uint32, int]:
-    """A magnitude that `sent` values reach with near certainty, and room enough for those that do."""
+    """Return a magnitude that at least `sent` values almost certainly reach, and room for these values."""
     lines = min(bits.size // 1024, _MOST_LINES)
-    if lines < 16:  # no more than a sample themselves
+    if lines < 16:  # no more values than a sample
         return _kth_largest(bits, sent), bits.size
     sample = np.empty(lines * _LINE, np.uint32)
     cpu.spread(_sample, lines, sample.nbytes, bits, lines, sample)
     expected = sent * sample.size / bits.size
-    rank = math.ceil(expected + 6 * math.sqrt(expected) + 6)  # six sigma of a sample's scatter
+    rank = math.ceil(expected + 6 * math.sqrt(expected) + 6)  # six sigma of a sample's variation
     if rank >= sample.size:
         return np.uint32(0), bits.size
     room = min(bits.size, 4096 + 2 * rank * bits.size // sample.size)
@@ -307,7 +308,7 @@ def _floor(bits: Array, sent: int) -> tuple[np.uint32, int]:
 
 
 def _kth_largest(bits: Array, rank: int) -> np.uint32:
-    """The magnitude that exactly `rank` reach, or more if there are equal ones; by radix select."""
+    """Return the magnitude that `rank` values reach (more if some are equal), by radix select."""
     prefix, above = 0, 31
     for shift, width in _DIGITS:
         arguments = (np.uint32(prefix), np.uint32(above), np.uint32(shift), np.uint32(width))
@@ -338,7 +339,7 @@ def decode(wire: torch.Tensor, out: torch.Tensor, sent: int, dtype: torch.dtype)
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, sent: int, dtype: torch.dtype) -> None:
-    """Add `factor` times the values of a payload to flat float32 `total`, at their positions only."""
+    """Add `factor` times the values of a payload to flat float32 `total`, only at their positions."""
     if total.is_cuda:
         *_, chosen = split(wire, total.numel(), sent, dtype)
         total.index_add_(0, indices_reference(wire, total.numel(), sent, dtype), chosen.float(), alpha=factor)
@@ -359,7 +360,7 @@ def clear(wire: torch.Tensor, values: torch.Tensor, sent: int, dtype: torch.dtyp
 def _sent(
     wire: torch.Tensor, values: torch.Tensor, sent: int, dtype: torch.dtype
 ) -> tuple[Array, Array, Array]:
-    """The contents of a payload: where each block's part begins, the places, the values in float32."""
+    """Return the contents of a payload: start of each block's part, places, and float32 values."""
     counts, places, chosen = split(wire, values.numel(), sent, dtype)
     edges = _edges(counts.view(torch.uint32).numpy())
     if edges[-1] != sent:

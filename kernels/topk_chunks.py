@@ -1,22 +1,22 @@
-"""The k values of largest magnitude of every chunk of N values: CPU kernels, launchers.
+"""Select the k values of largest magnitude of every chunk of N values: CPU kernels, launchers.
 
-Payloads are those of `kernels.topk_records`, with places in few bits.
+Payloads have the format of `kernels.topk_records`, with places in few bits.
 
-Selection is that of `kernels.topk`, chunk by chunk: magnitudes are compared as the integer |bits|, so
-infinity and NaN are the largest; of equal magnitudes at the edge those of lower index are sent.
+Values are selected as in `kernels.topk`, chunk by chunk: magnitudes are compared as the integer |bits|, so
+infinity and NaN are the largest; of equal magnitudes at the threshold, values with lower index are sent.
 
-Values of 32 and 16 bits are float32 and bfloat16. Those of 4 and 2 bits are a sign in the lowest bit and
-the number of a magnitude; the magnitudes of a chunk are on levels of its own, between those of its k
-values:
+Values of 32 and 16 bits are float32 and bfloat16. Values of 4 and 2 bits have a sign in the lowest bit and
+the number of a magnitude; each chunk has its own levels of magnitudes, within the range of its k values:
 
-    4 bits    eight at equal distances from the smallest to the largest; the nearest is taken
-    2 bits    two: the means of the magnitudes up to a threshold and above it (Lloyd 1982). The threshold is
-              smallest + 1.594 × (mean - smallest): what is beyond a high threshold is nearly exponential
-              there, and for exponentials the quantiser of least error has it at 1.594 of the mean
+    4 bits    eight equidistant levels from the smallest to the largest magnitude; the nearest is used
+    2 bits    two levels: the means of the magnitudes up to a threshold and above it (Lloyd 1982). The
+              threshold is smallest + 1.594 × (mean - smallest): magnitudes above a high threshold are nearly
+              exponential, and for exponentials the quantiser with the smallest error has its threshold at
+              1.594 × the mean
 
-Both are to nearest, so they are biased; error feedback sends the rest. Levels are bfloat16. Means are made
-of integers, units of 2^-36 of the power of two above the largest, so that their sums are exact in any
-order. If one of the k values is not finite, both levels are NaN and all k decode to NaN.
+Both round to nearest and are therefore biased; error feedback sends the rest later. Levels are bfloat16.
+Means are computed from integers, in units of 2^-36 of the power of two above the largest, so that sums are
+exact in any order. If one of the k values is not finite, both levels are NaN and all k values decode to NaN.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _ONE: Final = np.uint32(1)
 _SIGN: Final = np.uint32(31)
 _UPPER: Final = np.uint32(0xFFFF0000)
 _INFINITY: Final = np.int64(1 << 31)  # above all magnitudes
-_STEP: Final = np.int64(1 << 18)  # of an octave a 32nd, by which edges of Gaussian chunks differ
+_STEP: Final = np.int64(1 << 18)  # 1/32 of an octave, by which thresholds of Gaussian chunks differ
 _TOP: Final = np.float32(7)
 _SET, _ADD, _CLEAR = 0, 1, 2
 
 
 @cpu.embedded
 def _nearest(value):  # type: ignore[no-untyped-def]
-    """Bits of the bfloat16 nearest to a float32 that is given by its bits and is not NaN."""
+    """Return the bits of the bfloat16 nearest to a float32, given as bits; not for NaN."""
     odd = np.uint32(np.uint32(value >> _HALF) & _ONE)
     return np.uint32(np.uint32(value + np.uint32(_ROUND + odd)) >> _HALF)
 
@@ -83,10 +83,10 @@ def _reaching(bits, edge):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _edge(bits, rank, guess):  # type: ignore[no-untyped-def]
-    """A magnitude that `rank` values reach, or more if there are equal ones, and how many more.
+    """Return a magnitude that `rank` values reach (more if some are equal), and the number of surplus values.
 
-    Counting goes through vectors, which sorting does not. From `guess` in growing steps to a magnitude on the
-    other side; then by interpolation and bisection in turns.
+    Unlike sorting, counting uses vector instructions. The search goes from `guess` in growing steps to a
+    magnitude on the other side, then alternates between interpolation and bisection.
     """
     low, at_low, high, at_high = np.int64(0), np.int64(bits.size), _INFINITY, np.int64(0)
     edge, step, turn = min(max(guess, np.int64(1)), _INFINITY - 1), _STEP, 0
@@ -112,7 +112,7 @@ def _edge(bits, rank, guess):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _choose(bits, sent, guess, flags, places, kept):  # type: ignore[no-untyped-def]
-    """The places and bits of the largest of a chunk, ascending by place; returns the smallest magnitude."""
+    """Write the places and bits of a chunk's largest values, by place; returns the smallest magnitude."""
     edge, surplus = _edge(bits, sent, guess)
     least = np.uint32(edge)
     for i in range(bits.size):
@@ -121,7 +121,7 @@ def _choose(bits, sent, guess, flags, places, kept):  # type: ignore[no-untyped-
     for i in range(bits.size, room):
         flags[i] = 0
     at = bits.size
-    while surplus > 0:  # of equal ones, the first are sent
+    while surplus > 0:  # of equal values, the first are sent
         at -= 1
         if np.uint32(bits[at] & _MAGNITUDE) == least:
             flags[at] = 0
@@ -134,7 +134,7 @@ def _choose(bits, sent, guess, flags, places, kept):  # type: ignore[no-untyped-
 
 @cpu.linked
 def _two_levels(kept, sent, numbers):  # type: ignore[no-untyped-def]
-    """The word of the levels of 2-bit values; fills in the number of each."""
+    """Return the word with the levels of 2-bit values; fills in the level number of each value."""
     most, least = _NONE, _INFINITE
     for i in range(sent):
         magnitude = np.uint32(kept[i] & _MAGNITUDE)
@@ -161,7 +161,7 @@ def _two_levels(kept, sent, numbers):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _eight_levels(kept, sent, numbers):  # type: ignore[no-untyped-def]
-    """The same for 4-bit values."""
+    """Return the word with the levels of 4-bit values; fills in the level number of each value."""
     most, least = _NONE, _INFINITE
     for i in range(sent):
         magnitude = np.uint32(kept[i] & _MAGNITUDE)
@@ -220,16 +220,16 @@ def _write_places(places, form, flags, numbers, record):  # type: ignore[no-unty
 
 @cpu.compiled
 def _encode(values, decay, rest, bits, with_rest, form, records, lo, hi):  # type: ignore[no-untyped-def]
-    """Encode chunks of `bits`; with `with_rest`, of decay × rest + values, with what is left in `rest`.
+    """Encode chunks of `bits`; with `with_rest`, of decay × rest + values, with the error in `rest`.
 
-    `bits` are then those of `rest`.
+    With `with_rest`, `bits` are the bits of `rest`.
     """
     length, sent = form[0], form[1]
     flags = np.empty(max(length + 7, 32 * (form[6] - form[5])), np.uint8)
     room = length + SLACK
     places, kept, numbers = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
-    guess = np.int64(0)  # what a chunk has sent tells nearly always how small what is sent of the next one is
-    for chunk in range(lo, hi):  # all of it while the chunk is in the first cache
+    guess = np.int64(0)  # the threshold of a chunk is usually close to that of the next chunk
+    for chunk in range(lo, hi):  # all work while the chunk is in the first-level cache
         if with_rest:
             _add(values[chunk], decay, rest[chunk])
         guess = _choose(bits[chunk], sent, guess, flags, places, kept)
@@ -247,7 +247,7 @@ def _add(values, decay, rest):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _take_off(record, form, numbers, places, values, rest):  # type: ignore[no-untyped-def]
-    """Subtract what a record holds from `rest`, and clear what is not finite."""
+    """Subtract the values of a record from `rest`, and clear non-finite elements."""
     _read_values(record, form, numbers, values)
     for i in range(values.size):
         rest[places[i]] -= values[i]
@@ -261,7 +261,7 @@ def _take_off(record, form, numbers, places, values, rest):  # type: ignore[no-u
 
 @cpu.linked
 def _read_places(record, form, numbers, places):  # type: ignore[no-untyped-def]
-    """Fill in the places; whether they are as many as they should be, and inside the chunk."""
+    """Fill in the places; return whether their number is right and all are inside the chunk."""
     length, sent, low, spread = form[0], form[1], np.uint32(form[3]), np.uint32(form[4])
     upper, lower, codes = form[5], form[6], form[7]
     if few_bits.places_of_bits(record[upper:lower], places) != sent:
@@ -306,7 +306,7 @@ def _read_values(record, form, numbers, values):  # type: ignore[no-untyped-def]
 
 @cpu.linked
 def _room(form):  # type: ignore[no-untyped-def]
-    """For places, numbers and values of a record."""
+    """Return memory for places, numbers and values of a record."""
     return (
         np.empty(32 * (form[6] - form[5]) + SLACK, np.uint32),
         np.empty(form[1] + SLACK, np.uint32),
@@ -316,7 +316,7 @@ def _room(form):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def _decode(records, form, factor, how, out, lo, hi):  # type: ignore[no-untyped-def]
-    """Returns how many chunks contradict themselves. `how`: `_SET`, `_ADD` or `_CLEAR`."""
+    """Decode chunks; returns the number of inconsistent chunks. `how`: `_SET`, `_ADD` or `_CLEAR`."""
     places, numbers, values = _room(form)
     wrong = 0
     for chunk in range(lo, hi):
@@ -342,7 +342,7 @@ def _decode(records, form, factor, how, out, lo, hi):  # type: ignore[no-untyped
 
 @cpu.compiled
 def _sum(words, begin, form, factor, out, lo, hi):  # type: ignore[no-untyped-def]
-    """The sum of the payloads that are the rows of `words`, whose records begin at the word `begin`."""
+    """Write the sum of the payloads in the rows of `words`; records begin at the word `begin`."""
     places, numbers, values = _room(form)
     wrong = 0
     for chunk in range(lo, hi):
@@ -375,10 +375,10 @@ def encode(values: torch.Tensor, wire: torch.Tensor, how: Chunking) -> None:
 def encode_rest(
     values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor, how: Chunking
 ) -> None:
-    """`encode` of decay × `rest` + `values`, of which `rest` keeps what the payload lacks; on the CPU.
+    """Run `encode` on decay × `rest` + `values`, and write the encoding error to `rest`; on the CPU.
 
-    All float32 and flat; what is not finite in the end becomes zero in `rest`. The same bits as one after the
-    other, in one pass over memory.
+    All tensors are flat float32. Non-finite errors become zero in `rest`. One pass over memory gives the same
+    bits as separate operations.
     """
     kept = split(wire, rest, how)
     for (form, records, rows), (_, _, given) in zip(kept, split(wire, values, how), strict=True):
@@ -401,7 +401,7 @@ def _start(
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, how: Chunking) -> None:
-    """Overwrite flat float32 `out` with the values of a payload. Raises `BackendError` if it is none."""
+    """Overwrite flat float32 `out` with the values of a payload. Raises `BackendError` if it is invalid."""
     for form, records, rows in split(wire, out, how):
         if out.is_cuda:
             rows.zero_().scatter_(1, *contents_reference(records, form))
@@ -411,7 +411,7 @@ def decode(wire: torch.Tensor, out: torch.Tensor, how: Chunking) -> None:
 
 
 def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, how: Chunking) -> None:
-    """Add `factor` times the values of a payload to flat float32 `total`, at their places only."""
+    """Add `factor` times the values of a payload to flat float32 `total`, only at their places."""
     for form, records, rows in split(wire, total, how):
         if total.is_cuda:
             places, values = contents_reference(records, form)
@@ -424,7 +424,7 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, how: Chun
 def sum_payloads(wires: torch.Tensor, total: torch.Tensor, factor: float, how: Chunking) -> None:
     """Overwrite flat float32 `total` by `factor` times the sum of the payloads in the rows of `wires`.
 
-    In the order of the rows; on the CPU.
+    Payloads are added in the order of the rows; on the CPU.
     """
     words, begin = wires.view(torch.int32).numpy().view(np.uint32), 0
     for form, records, rows in split(wires[0], total, how):

@@ -1,4 +1,4 @@
-"""topk in chunks in plain torch: what the CPU kernels are tested against, and what runs on a GPU."""
+"""topk in chunks in plain torch: reference for tests of the CPU kernels, and implementation for GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST_LEVEL: Final = 0x7F7F
 
 
 def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Numbers of `width` bits, chunks × numbers, as words of 32 bits, chunks × words."""
+    """Pack numbers of `width` bits (chunks × numbers) into 32-bit words (chunks × words)."""
     bits = numbers[:, :, None] >> torch.arange(width, device=numbers.device) & 1
     flat = torch.nn.functional.pad(bits.flatten(1), (0, -numbers.shape[1] * width % 32))
     words = flat.view(flat.shape[0], -1, 32) << torch.arange(32, device=numbers.device)
@@ -23,7 +23,7 @@ def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack(words: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """The opposite of `_pack`: `count` numbers of each chunk, int64."""
+    """Unpack the result of `_pack`: `count` numbers of each chunk, int64."""
     if not width:
         return torch.zeros(words.shape[0], count, dtype=torch.int64, device=words.device)
     bits = words.to(torch.int64)[:, :, None] >> torch.arange(32, device=words.device) & 1
@@ -32,20 +32,20 @@ def _unpack(words: torch.Tensor, count: int, width: int) -> torch.Tensor:
 
 
 def _ranks_found(flags: torch.Tensor, sent: int) -> torch.Tensor:
-    """Where the first, second, … `sent`-th flag of each row is; `nonzero` would wait for the device."""
+    """Return the places of the first `sent` set flags of each row; `nonzero` would wait for the device."""
     ranks = torch.arange(1, sent + 1, device=flags.device).expand(flags.shape[0], sent)
     return torch.searchsorted(flags.cumsum(1), ranks.contiguous())
 
 
 def _bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
-    """float32 → bits of the nearest bfloat16, int32; one bit pattern for all NaN."""
+    """Return the bits of the nearest bfloat16 of float32 values, as int32; one bit pattern for all NaN."""
     bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
     return torch.where(values.isnan(), 0x7FC0, rounded).to(torch.int32)
 
 
 def _levels_reference(magnitudes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of the levels, chunks × 2, and the number of each magnitude's level, for finite ones."""
+    """Return the bits of the levels (chunks × 2), and the level number of each (finite) magnitude."""
     most, least = magnitudes.amax(1, keepdim=True), magnitudes.amin(1, keepdim=True)
     if bits == 4:
         levels = _bfloat16_bits(torch.cat([least, most], 1)).clamp(max=LARGEST_LEVEL)
@@ -68,7 +68,7 @@ def _levels_reference(magnitudes: torch.Tensor, bits: int) -> tuple[torch.Tensor
 
 
 def _codes_reference(chosen: torch.Tensor, bits: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The word of the levels, and the codes of values, chunks × sent."""
+    """Return the word with the levels, and the codes of values (chunks × sent)."""
     raw = chosen.view(torch.int32)
     if bits == 32:
         return None, raw
@@ -83,7 +83,7 @@ def _codes_reference(chosen: torch.Tensor, bits: int) -> tuple[torch.Tensor | No
 
 
 def encode_reference(values: torch.Tensor, wire: torch.Tensor, how: Chunking) -> None:
-    """`encode` in plain torch."""
+    """Run `encode` in plain torch."""
     for form, records, rows in split(wire, values, how):
         magnitudes = rows.view(torch.int32) & 0x7FFFFFFF
         threshold = magnitudes.topk(form.sent, 1, sorted=False).values.amin(1, keepdim=True)
@@ -103,12 +103,12 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, how: Chunking) ->
 
 
 def contents_reference(records: torch.Tensor, form: RecordForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places (int64) and the values (float32) of records, chunks × sent."""
+    """Return the places (int64) and the values (float32) of records, chunks × sent."""
     flags = _unpack(records[:, form.upper : form.lower], 32 * (form.lower - form.upper), 1)
     spread = form.spread * torch.arange(form.sent, device=records.device)
     lower = _unpack(records[:, form.lower : form.codes], form.sent, form.low)
     places = (_ranks_found(flags, form.sent) - spread << form.low) | lower
-    places = places.clamp(max=form.length - 1)  # of a payload that is none; on a GPU nobody looks
+    places = places.clamp(max=form.length - 1)  # of an invalid payload, which is not detected on a GPU
     codes = records[:, form.codes :].contiguous()
     if form.bits == 32:
         return places, codes.view(torch.float32)

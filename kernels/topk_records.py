@@ -1,19 +1,19 @@
-"""The records of topk in chunks: how many bits places and values take, and where they begin.
+"""Records of topk in chunks: number of bits and offsets of places and values.
 
-Payload of n values: a record for each of the n // N whole chunks, then one for the rest, if there is one,
-as for a chunk of that length. A record is words of 32 bits, little endian, of a length that follows from
-the lengths alone, and has four parts, each filled up to whole words:
+Payload of n values: a record for each of the n // N whole chunks, then a record for the remaining values, if
+any, as for a chunk of that length. A record consists of little-endian 32-bit words; its length depends only
+on the options and the chunk's length. It has four parts, each padded to whole words:
 
-    levels    two bfloat16, the lower in the low half; only for values of 4 or 2 bits
-    upper     the upper bits of places, as below
-    lower     k × l bits: the l lower bits of each place
-    codes     k × 32, 16, 4 or 2 bits: the values
+    levels    two bfloat16, the lower one in the low half; only for values of 4 or 2 bits
+    upper     upper bits of places, see below
+    lower     k × l bits: l lower bits of each place
+    codes     k × 32, 16, 4 or 2 bits: values
 
-Places ascend. With l lower bits, the upper part has bit (place >> l) + j set for the j-th place: the coding
-of Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", 1974, and Fano, 1971, of
-2 + l bits a place or less, within half a bit of the least. For 64 of 4096 values it takes 8 bits where a
-place by itself has 12. Where one bit for every value is shorter, `upper` is that, and there are no lower
-bits. What is shortest follows from N and k.
+Places ascend. With l lower bits, the upper part has bit (place >> l) + j set for the j-th place. This is the
+coding of Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", 1974, and Fano,
+1971, with at most 2 + l bits per place, within half a bit of the minimum. For 64 of 4096 values it takes 8
+bits per place instead of 12. If one bit per value is shorter, `upper` has one bit per value, and there are no
+lower bits. The shortest form follows from N and k.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ LARGEST: Final = 1 << 16
 
 @dataclass(frozen=True)
 class Chunking:
-    """The options that determine a payload: of `chunk` values `ratio` are sent, in `bits` bits each."""
+    """Options that determine a payload: of `chunk` values, the share `ratio` is sent, in `bits` bits each."""
 
     chunk: int
     ratio: float
     bits: int
 
     def sent(self, numel: int) -> int:
-        """Number of values sent of `numel`."""
+        """Return the number of values sent of `numel`."""
         whole, rest = divmod(numel, self.chunk)
         return whole * self.sent_of(self.chunk) + (self.sent_of(rest) if rest else 0)
 
     def sent_of(self, length: int) -> int:
-        """Number of values sent of one chunk."""
+        """Return the number of values sent of one chunk."""
         return min(length, max(1, math.ceil(self.ratio * length)))
 
     def forms(self, numel: int) -> Iterator[tuple[RecordForm, int]]:
-        """The forms of records, and how many have them."""
+        """Yield the forms of records, each with the number of records."""
         whole, rest = divmod(numel, self.chunk)
         if whole:
             yield form_of(self.chunk, self.sent_of(self.chunk), self.bits), whole
@@ -58,9 +58,10 @@ class Chunking:
 
 @dataclass(frozen=True)
 class RecordForm:
-    """What a record is made of: `sent` of `length` values in `bits` bits; parts begin at the words `upper`, …
+    """Form of a record: `sent` of `length` values, in `bits` bits each; parts begin at the words `upper`, …
 
-    `low`: the lower bits of a place. `spread`: 1 where the j-th place is moved by j, 0 for a bit a value.
+    `low`: number of lower bits of a place. `spread`: 1 if the j-th place is moved by j, 0 for one bit per
+    value.
     """
 
     length: int
@@ -75,15 +76,15 @@ class RecordForm:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The fields in this order, for kernels."""
+        """Return the fields in this order, for kernels."""
         head = (self.length, self.sent, self.bits, self.low, self.spread)
         return (*head, self.upper, self.lower, self.codes, self.words)
 
 
 @cache
 def form_of(length: int, sent: int, bits: int) -> RecordForm:
-    """The shortest form."""
-    places = [(_words(length), 0, -1)]  # a bit for every value
+    """Return the shortest form."""
+    places = [(_words(length), 0, -1)]  # one bit per value
     for low in range(length.bit_length()):
         upper = _words(sent + ((length - 1) >> low))
         places.append((upper + _words(sent * low), upper, low))
@@ -99,14 +100,14 @@ def _words(bits: int) -> int:
 
 
 def nbytes(numel: int, how: Chunking) -> int:
-    """Length of a payload, a multiple of 4."""
+    """Return the length of a payload, a multiple of 4."""
     return 4 * sum(form.words * count for form, count in how.forms(numel))
 
 
 def split(
     wire: torch.Tensor, values: torch.Tensor, how: Chunking
 ) -> Iterator[tuple[RecordForm, torch.Tensor, torch.Tensor]]:
-    """Each form with its records, as int32, and its values, chunks × words and chunks × length; views."""
+    """Yield each form with its records (int32, chunks × words) and values (chunks × length), as views."""
     at = word = 0
     words = wire.view(torch.int32)
     for form, count in how.forms(values.numel()):

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _STARTERS = {
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until tests are collected, which leaves hardly any garbage
-    # Beside other work an example may take any time. Without long tests, random ones are shorter, too.
+    # On a busy machine an example may take any time. Without long tests, random ones are shorter, too.
     drawn = 20 if "not long" in config.option.markexpr else 100
     settings.register_profile("untimed", deadline=None, max_examples=drawn)
     settings.load_profile("untimed")
@@ -52,8 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         os.environ.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
     share_nursery(getattr(config, "workerinput", {}).get("nursery"))
-    # A shell starts background jobs with interrupts ignored, and programs inherit that. Tests of Ctrl-C send
-    # interrupts to programs they start; those must hear them however pytest itself was started.
+    # A shell starts background jobs with interrupts ignored, and their children inherit this setting. Tests
+    # of Ctrl-C send interrupts to programs they start; those must hear them however pytest itself was
+    # started.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -90,7 +91,7 @@ def pytest_collection_finish() -> None:
 
 
 def _starts_processes(item: pytest.Function) -> bool:
-    """Whether a test names a starter: in its code, in functions of tests that it uses, or in its fixtures."""
+    """Return whether a test, a function of tests that it uses, or one of its fixtures names a starter."""
     fixtures = item.session._fixturemanager.getfixturedefs
     known = [each.func for name in item.fixturenames for each in fixtures(name, item) or ()]
     return _names_a_starter(item.function, *known)

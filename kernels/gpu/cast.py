@@ -1,4 +1,4 @@
-"""The kernels of `mcr_plus.kernels.cast` in Triton; the same result, bit for bit."""
+"""Kernels of `mcr_plus.kernels.cast` in Triton, with results that are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _encode(values, out, numel, key, half: tl.constexpr, block: tl.constexpr):  
 
 
 def encode(values: torch.Tensor, wire: torch.Tensor, key: Key) -> None:
-    """See `mcr_plus.kernels.cast.encode`, of one key."""
-    # From memory, lest the compiler make another kernel for every key that it finds special.
+    """See `mcr_plus.kernels.cast.encode`; for one key."""
+    # The key is read from memory: the compiler would specialise the kernel for some values of an argument.
     words = torch.tensor(
         [int(part) - (int(part) >> 31 << 32) for part in key], dtype=torch.int32, device="cpu"
     )

@@ -1,8 +1,7 @@
-"""The lists of `mcr_plus.kernels.delta_lists` in Triton; the same bytes.
+"""Lists of `mcr_plus.kernels.delta_lists` in Triton, with the same bytes.
 
-A program has one block. Changes are first brought together in rows of scratch memory, one for each block, so
-that what follows sees changes and not elements. Values are the bits of elements, integers of 1, 2, 4 or 8
-bytes.
+A program processes one block. Changes are first collected in rows of scratch memory, one row per block, so
+that later kernels process only changes. Values are the bits of elements, as integers of 1, 2, 4 or 8 bytes.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from mcr_plus.kernels.digest import BLOCK, blocks_of
 
 _BLOCK: Final = tl.constexpr(BLOCK)
 _PIECE: Final = tl.constexpr(4096)  # bytes that a program moves at a time
-_SPACE: Final = 2 * BLOCK  # of quotients: more bits than those of any list
+_SPACE: Final = 2 * BLOCK  # bits of quotients: more than any list has
 
 
 @triton.jit
 def _wide(bits, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Integers as int64, without a sign unless they have 8 bytes."""
+    """Return integers as int64, unsigned unless they have 8 bytes."""
     wide = bits.to(tl.int64)
     return wide if width == 8 else wide & ((1 << (8 * width)) - 1)
 
 
 @triton.jit
 def _order(bits, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Positions in the order of floats."""
+    """Return the positions of values in the order of floats."""
     if width == 8:
         order = tl.where(bits < 0, ~bits, bits ^ (-9223372036854775807 - 1))
     else:
@@ -41,7 +40,7 @@ def _order(bits, width: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bits_of(order, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inverse of `_order`, of positions modulo their number."""
+    """Invert `_order`; positions are modulo their number."""
     if width == 8:
         bits = tl.where(order < 0, order ^ (-9223372036854775807 - 1), ~order)
     else:
@@ -53,7 +52,7 @@ def _bits_of(order, width: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _low_bits(size, count):  # type: ignore[no-untyped-def]
-    """The bits of a gap that are stored as they are."""
+    """Return the number of low bits stored per gap."""
     mean = (size - count) * 11 // (16 * tl.maximum(count, 1))
     low = 0
     for bit in tl.static_range(1, 14):
@@ -77,7 +76,7 @@ def _find(new, old, places, counts, numel):  # type: ignore[no-untyped-def]
 def _classify(  # type: ignore[no-untyped-def]
     new, old, places, counts, lows, kinds, nibbles, escapes, ones, sizes, numel, space, width: tl.constexpr
 ):
-    """The numbers of the parts of each list, and the bytes of the parts."""
+    """Compute the numbers in the parts of each list, and the bytes of the parts."""
     block = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + block)
     size = tl.minimum(numel - block * _BLOCK, _BLOCK).to(tl.int32)
@@ -113,7 +112,7 @@ def _classify(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pack(numbers, counts, begins, nbytes, widths, out, row):  # type: ignore[no-untyped-def]
-    """Numbers of each block, of `widths` bits, end to end, as bytes of `out` from `begins` on."""
+    """Pack each block's numbers of `widths` bits, without gaps, into bytes of `out` from `begins` on."""
     block = tl.program_id(0).to(tl.int64)
     count, begin = tl.load(counts + block), tl.load(begins + block)
     size, width = tl.load(nbytes + block).to(tl.int32), tl.load(widths + block).to(tl.int32)
@@ -130,7 +129,7 @@ def _pack(numbers, counts, begins, nbytes, widths, out, row):  # type: ignore[no
 
 @triton.jit
 def _unpack(lists, begins, counts, widths, numbers, row):  # type: ignore[no-untyped-def]
-    """The opposite of `_pack`."""
+    """Unpack the result of `_pack`."""
     block = tl.program_id(0).to(tl.int64)
     count, begin = tl.load(counts + block).to(tl.int32), tl.load(begins + block)
     width = tl.load(widths + block).to(tl.int32)
@@ -146,7 +145,7 @@ def _unpack(lists, begins, counts, widths, numbers, row):  # type: ignore[no-unt
 
 @triton.jit
 def _copy(source, begins, target, places, nbytes):  # type: ignore[no-untyped-def]
-    """Bytes of each block from one place to another."""
+    """Copy bytes of each block from one place to another."""
     block = tl.program_id(0).to(tl.int64)
     begin, place, size = tl.load(begins + block), tl.load(places + block), tl.load(nbytes + block)
     for piece in range(0, size, _PIECE):
@@ -183,7 +182,7 @@ def _apply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank(flags, counts, quotients, bits, space):  # type: ignore[no-untyped-def]
-    """Of each one in a row of bits, how many zeros are before it."""
+    """Count the zeros before each one in a row of bits."""
     block = tl.program_id(0).to(tl.int64)
     count, size = tl.load(counts + block), tl.load(bits + block)
     bit = tl.arange(0, _BLOCK)
@@ -193,9 +192,9 @@ def _rank(flags, counts, quotients, bits, space):  # type: ignore[no-untyped-def
 
 
 def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The heads, blocks × 2 int32, and the bytes of the lists of changes from flat `old` to `new`.
+    """Return the heads (blocks × 2, int32) and the bytes of the lists of changes from flat `old` to `new`.
 
-    Both are integers of 1, 2, 4 or 8 bytes on one device, and not empty.
+    Both tensors are integers of 1, 2, 4 or 8 bytes on one device, and not empty.
     """
     numel, width, blocks, device = new.numel(), new.element_size(), blocks_of(new.numel()), new.device
 
@@ -238,9 +237,9 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def apply(heads: torch.Tensor, lists: torch.Tensor, out: torch.Tensor) -> None:
-    """Apply the lists that `encode` has returned to flat `out`, integers as there.
+    """Apply the lists that `encode` has returned to flat `out`, integers as in `encode`.
 
-    What contradicts itself writes nothing outside `out`; whether it does, only a digest of the result shows.
+    Inconsistent lists never write outside `out`; only a digest of the result detects them.
     """
     numel, width, blocks, device = out.numel(), out.element_size(), blocks_of(out.numel()), out.device
     elements = torch.full((blocks,), BLOCK, dtype=torch.int64, device=device)
@@ -256,7 +255,7 @@ def apply(heads: torch.Tensor, lists: torch.Tensor, out: torch.Tensor) -> None:
     )
     escapes = torch.zeros(blocks, BLOCK, dtype=out.dtype, device=device)
     flags = torch.zeros(blocks, _SPACE, dtype=torch.uint8, device=device)
-    # Zeros behind the lists, for parts of damaged ones that would end behind them.
+    # Zeros after the lists: parts of damaged lists may extend beyond the end.
     lists = torch.nn.functional.pad(lists, (0, BLOCK * (width + 1)))
     two, four, one = (torch.full_like(low, each) for each in (2, 4, 1))
     _launch(_unpack, blocks, lists, starts, counts.where(low > 0, 0), low, lows, BLOCK)
@@ -278,11 +277,11 @@ def apply(heads: torch.Tensor, lists: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _launch(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
-    # All warps that a program can have: one has a whole block, and so fewer elements for each thread.
+    # The maximum number of warps: a program has a whole block, and so each thread has fewer elements.
     kernel[(blocks,)](*args, num_warps=32, **constants)
 
 
 def _lows(elements: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`_low_bits` of each block."""
+    """Return `_low_bits` of each block."""
     mean = (elements - counts) * 11 // (16 * counts.clamp(min=1))
     return sum((mean >= 1 << bit).to(torch.int64) for bit in range(1, 14)).where(counts > 0, 0)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The hashes of blocks of `mcr_plus.kernels.digest` in Triton; the same numbers."""
+"""Block hashes of `mcr_plus.kernels.digest` in Triton, with the same results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mcr_plus.kernels.digest import BLOCK, FACTOR, FOLD, SEED, blocks_of, to_signed
 
-_PER: Final = 16  # blocks in a program: their chains fill the lanes of four warps
+_PER: Final = 16  # blocks per program: their chains fill the lanes of four warps
 _FACTOR: Final = tl.constexpr(to_signed(int(FACTOR)))
 _SEED: Final = tl.constexpr(to_signed(SEED))
 _FOLD: Final = tl.constexpr(FOLD)
@@ -25,9 +25,9 @@ def _mix(left, right):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hash(words, tail, hashes, whole, total, blocks, rows, most, per: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`whole` words, and one of what is left, if `total` counts one more; `rows` of eight in a block.
+    """Hash `whole` words, and one word of remaining bytes if `total` is larger; `rows` of eight per block.
 
-    `most`: rows in the longest block.
+    `most`: number of rows in the longest block.
     """
     block = tl.program_id(0).to(tl.int64) * per + tl.arange(0, per)
     lane = tl.arange(0, 8)
@@ -46,13 +46,13 @@ def _hash(words, tail, hashes, whole, total, blocks, rows, most, per: tl.constex
 
 
 def hashes_of(values: torch.Tensor) -> torch.Tensor:
-    """The hash of each block of flat `values`, int64 with the bits of the unsigned one, on their device."""
+    """Return the hash of each block of flat `values`, on their device, as int64 with the same bits."""
     raw = values.detach().view(torch.uint8)
     whole, device = raw.numel() // 8, values.device
     blocks = blocks_of(values.numel())
     tail = torch.zeros(8, dtype=torch.uint8, device=device)
     tail[: raw.numel() - 8 * whole] = raw[8 * whole :]
-    # Of fewer than 8 bytes there is no word, but a pointer has to be passed.
+    # Fewer than 8 bytes have no word, but a pointer must be passed.
     words = raw[: 8 * whole].view(torch.int64) if whole else tail.view(torch.int64)
     hashes = torch.empty(blocks, dtype=torch.int64, device=device)
     total, rows = -(-raw.numel() // 8), BLOCK * values.element_size() // 64

@@ -1,6 +1,6 @@
-"""The kernels of `mcr_plus.kernels.fp8_block` in Triton; the same payload, bit for bit.
+"""Kernels of `mcr_plus.kernels.fp8_block` in Triton, with payloads that are equal bit for bit.
 
-Rounds on the bits as the CPU does, so it needs no hardware with 8-bit floats.
+Rounding works on bits, as on the CPU, so hardware need not support 8-bit floats.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from mcr_plus.kernels.fp8_block import Float8Format, Scale, block_of
 
-_VALUES: Final = 2048  # in a program: enough loads in flight, few enough registers
+_VALUES: Final = 2048  # values per program: enough loads in flight, few enough registers
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def decode(
     fmt: Float8Format,
     scale: Scale,
 ) -> None:
-    """Overwrite `out` with the values of a payload, or add `factor` times that."""
+    """Overwrite `out` with the values of a payload, or add `factor` times the values."""
     numbers = (out.numel(), factor, fmt.bias << 23, fmt.least)
     _launch(_decode, scale, out.numel(), scales, codes, out, *numbers, shift=fmt.shift, add=add)
 
@@ -117,5 +117,5 @@ def decode(
 def _launch(kernel: Any, scale: Scale, numel: int, *args: object, **constants: object) -> None:
     block = block_of(scale)
     constants |= {"small": scale == "e8m0", "block_size": block, "rows": _VALUES // block}
-    # Without fused multiply-add, which rounds once where the CPU rounds twice.
+    # No fused multiply-add, which rounds once where the CPU rounds twice.
     kernel[(triton.cdiv(numel, _VALUES),)](*args, **constants, enable_fp_fusion=False)

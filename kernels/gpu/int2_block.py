@@ -1,4 +1,4 @@
-"""The kernels of `mcr_plus.kernels.int2_block` in Triton; the same payload, bit for bit."""
+"""Kernels of `mcr_plus.kernels.int2_block` in Triton, with payloads that are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mcr_plus.kernels.int2_block import LARGEST_LEVEL, THRESHOLD
 
-_ROWS: Final = 16  # blocks in a program: a warp reads 128 bytes in a row of each
+_ROWS: Final = 16  # blocks per program: a warp reads 128 consecutive bytes of each
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _folded(sums, rows: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bits_of_mean(total, count, cap):  # type: ignore[no-untyped-def]
-    """Bits of the bfloat16 nearest to the mean of `count` magnitudes that sum to 128 × `total`."""
+    """Return the bits of the nearest bfloat16 to the mean of `count` magnitudes; sum = 128 × `total`."""
     share = tl.div_rn(tl.full(total.shape, 128.0, tl.float32), tl.maximum(count, 1).to(tl.float32))
     bits = (total * share).to(tl.int32, bitcast=True)
     return tl.minimum((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, cap)
@@ -90,10 +90,10 @@ def encode(values: torch.Tensor, levels: torch.Tensor, codes: torch.Tensor) -> N
 
 
 def decode(levels: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, factor: float, add: bool) -> None:
-    """Overwrite `out` with the values of a payload, or add `factor` times that."""
+    """Overwrite `out` with the values of a payload, or add `factor` times the values."""
     _launch(_decode, out.numel(), levels, codes, out, out.numel(), factor, add=add)
 
 
 def _launch(kernel: Any, numel: int, *args: object, **constants: object) -> None:
-    # Without fused multiply-add, which rounds once where the CPU rounds twice.
+    # No fused multiply-add, which rounds once where the CPU rounds twice.
     kernel[(triton.cdiv(numel, 128 * _ROWS),)](*args, **constants, rows=_ROWS, enable_fp_fusion=False)

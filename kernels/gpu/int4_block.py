@@ -1,4 +1,4 @@
-"""The kernels of `mcr_plus.kernels.int4_block` in Triton; the same payload, bit for bit."""
+"""Kernels of `mcr_plus.kernels.int4_block` in Triton, with payloads that are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mcr_plus.kernels.int4_block import LARGEST_SCALE, STEP, TINIEST
 
-_ROWS: Final = 64  # blocks in a program: enough loads in flight, few enough registers
+_ROWS: Final = 64  # blocks per program: enough loads in flight, few enough registers
 _HALF: Final = tl.constexpr(12582912.0)  # 1.5 × 2^23: adding it rounds to an integer, to nearest even
 
 
@@ -72,10 +72,10 @@ def encode(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, hada
 def decode(
     scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, factor: float, add: bool, hadamard: bool
 ) -> None:
-    """Overwrite `out` with the values of a payload, or add `factor` times that."""
+    """Overwrite `out` with the values of a payload, or add `factor` times the values."""
     _launch(_decode, out.numel(), scales, codes, out, out.numel(), factor, add=add, hadamard=hadamard)
 
 
 def _launch(kernel: Any, numel: int, *args: object, **constants: object) -> None:
-    # Without fused multiply-add, which rounds once where the CPU rounds twice.
+    # No fused multiply-add, which rounds once where the CPU rounds twice.
     kernel[(triton.cdiv(numel, 32 * _ROWS),)](*args, **constants, rows=_ROWS, enable_fp_fusion=False)

@@ -1,4 +1,4 @@
-"""The kernels of `mcr_plus.kernels.int8_block` in Triton; the same payload, bit for bit."""
+"""Kernels of `mcr_plus.kernels.int8_block` in Triton, with payloads that are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 _BLOCK: Final = tl.constexpr(256)
-_ROWS: Final = 8  # blocks in a program: enough loads in flight, few enough registers
+_ROWS: Final = 8  # blocks per program: enough loads in flight, few enough registers
 _HALF: Final = tl.constexpr(12582912.0)  # 1.5 × 2^23: adding it rounds to an integer, to nearest even
 
 
@@ -58,6 +58,6 @@ def accumulate(scales: torch.Tensor, codes: torch.Tensor, total: torch.Tensor, f
 
 
 def _launch(kernel: Any, numel: int, *args: object, **constants: object) -> None:
-    # Fused multiply-adds would round otherwise than the CPU.
+    # Fused multiply-adds would round differently from the CPU.
     grid = (triton.cdiv(numel, 256 * _ROWS),)
     kernel[grid](*args, rows=_ROWS, enable_fp_fusion=False, **constants)

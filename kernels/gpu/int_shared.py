@@ -1,4 +1,4 @@
-"""The kernels of `mcr_plus.kernels.int_shared` in Triton; the same words, bit for bit."""
+"""Kernels of `mcr_plus.kernels.int_shared` in Triton, with words that are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from mcr_plus.kernels.int_shared import SIGNS
 
 _BLOCK: Final = tl.constexpr(256)
-_ROWS: Final = 8  # blocks in a program: enough loads in flight, few enough registers
+_ROWS: Final = 8  # blocks per program: enough loads in flight, few enough registers
 _HALF: Final = tl.constexpr(12582912.0)  # 1.5 × 2^23: adding it rounds to an integer, to nearest even
 _INFINITE: Final = tl.constexpr(0x7F800000)
 
@@ -44,7 +44,7 @@ def _encode(values, amax, words, numel, step, tiniest, lanes: tl.constexpr, rows
     units = tl.where(finite[:, None, None], x * per_unit[:, None, None], 0.0)
     codes = ((units + _HALF) - _HALF).to(tl.int32)
     packed = tl.sum(codes << (lane * (32 // lanes))[None, None, :], 2)
-    # The interpreter of Triton 3.2 (torch 2.6) sums in 64 bits and would store all of them.
+    # The interpreter of Triton 3.2 (torch 2.6) sums in 64 bits, and would store all 64.
     tl.store(words + word, packed.to(tl.int64).to(tl.int32), word * lanes < numel)
 
 
@@ -67,7 +67,7 @@ def _decode(  # type: ignore[no-untyped-def]
     word = block[:, None] * (_BLOCK // lanes) + tl.arange(0, _BLOCK // lanes)[None, :]
     lane = tl.arange(0, lanes)
     flipped = (tl.load(words + word, word * lanes < numel, 0) + signs) ^ signs
-    # to the top of the word and back: the sign is repeated
+    # to the top of the word and back, which extends the sign
     high = flipped[:, :, None] << ((lanes - 1 - lane) * (32 // lanes))[None, None, :]
     codes = high >> (32 - 32 // lanes)
     at = word[:, :, None] * lanes + lane[None, None, :]
@@ -106,5 +106,5 @@ def decode(
 
 
 def _launch(kernel: Any, numel: int, *args: object, **constants: object) -> None:
-    # Fused multiply-adds would round otherwise than the CPU.
+    # Fused multiply-adds would round differently from the CPU.
     kernel[(triton.cdiv(numel, 256 * _ROWS),)](*args, rows=_ROWS, enable_fp_fusion=False, **constants)

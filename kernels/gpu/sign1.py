@@ -1,4 +1,4 @@
-"""The kernels of `mcr_plus.kernels.sign1` in Triton; the same payload, bit for bit."""
+"""Kernels of `mcr_plus.kernels.sign1` in Triton, with payloads that are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mcr_plus.kernels.sign1 import LARGEST
 
-_ROWS: Final = 8  # blocks in a program: a warp reads 128 bytes in a row of each
+_ROWS: Final = 8  # blocks per program: a warp reads 128 consecutive bytes of each
 
 
 @triton.jit
@@ -69,5 +69,5 @@ def accumulate(scales: torch.Tensor, words: torch.Tensor, total: torch.Tensor, f
 
 
 def _launch(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
-    # Without fused multiply-add, which rounds once where the CPU rounds twice.
+    # No fused multiply-add, which rounds once where the CPU rounds twice.
     kernel[(triton.cdiv(blocks, _ROWS),)](*args, **constants, rows=_ROWS, enable_fp_fusion=False)

@@ -1,1 +1,1 @@
-"""The functions that a program calls: collectives, autograd, records, explanations, state."""
+"""Public functions: collectives, their differentiable forms, and the saved state of stages."""

@@ -1,4 +1,4 @@
-"""Collectives that gradients flow back through.
+"""Differentiable collectives.
 
     from mcr_plus import autograd
 
@@ -10,8 +10,8 @@ tensors have gradients. Neither inputs nor gradients are changed in place, and a
 as the function has returned. `group`, `backend`, `compress`, `tag` and the errors are the same as in
 `mcr_plus.api.collectives`, and apply to the backward pass too.
 
-A backward pass communicates where its forward pass did, so all ranks of the group must run both: a rank that
-needs no gradient for its input, or does not use its result, leaves its peers waiting.
+The backward pass communicates too, so all ranks of the group must run it. If a rank needs no gradient for its
+input, or does not use the result, its peers wait for it.
 
 Each backward operation is again a function of this module, so gradients of gradients work too.
 """
@@ -47,10 +47,10 @@ def all_to_all_single(
 ) -> torch.Tensor:
     """Send part r of `input` to rank r; return the parts received from the ranks, in rank order.
 
-    `input` has shape [n, ...] and the result [m, ...]. Parts are runs of dim 0: `input_split_sizes[r]` rows
-    go to rank r (n in all) and `output_split_sizes[r]` rows come from it (m in all); 0 is allowed. Without
-    split sizes parts are equal, m = n, and n must be divisible by the number of ranks. Either every rank
-    passes both, or no rank does.
+    `input` has shape [n, ...] and the result [m, ...]. Parts are consecutive rows along dim 0:
+    `input_split_sizes[r]` rows go to rank r (n in all) and `output_split_sizes[r]` rows come from it (m in
+    all); 0 is allowed. Without split sizes parts are equal, m = n, and n must be divisible by the number of
+    ranks. Either every rank passes both, or no rank does.
 
     The backward pass is the same exchange with the splits swapped: it returns each row's gradient to the rank
     that sent the row. Used in expert parallelism (Lepikhin et al. 2020, arXiv 2006.16668).
@@ -79,9 +79,9 @@ def replicate(
 ) -> torch.Tensor:
     """Return `x` unchanged; the backward pass sums its gradient over the ranks.
 
-    Any shape, the same on all ranks. Use it where a tensor that is equal on all ranks enters computations
-    that differ between ranks and all contribute to its gradient. This is f of Megatron-LM (Shoeybi
-    et al. 2019, arXiv 1909.08053), the conjugate of `all_reduce`.
+    Any shape, the same on all ranks. Use it on a tensor that is equal on all ranks and that each rank uses in
+    a different part of the computation. This is f of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053), the
+    conjugate of `all_reduce`.
 
     Raises:
         NotInitialized: there is no job, or the group is closed.

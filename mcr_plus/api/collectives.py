@@ -365,10 +365,11 @@ def all_to_all_single(
 
     Args:
         output: shape [m, ...].
-        input: shape [n, ...]. Parts are runs of dim 0.
-        output_split_sizes: rows that come from each rank, m in all, 0 allowed. None: equal parts, and dim 0
+        input: shape [n, ...]. Parts are consecutive rows along dim 0.
+        output_split_sizes: number of rows from each rank, m in all, 0 allowed. None: equal parts, and dim 0
             must be divisible by the number of ranks.
-        input_split_sizes: rows that go to each rank, n in all. Either every rank passes split sizes, or none.
+        input_split_sizes: number of rows for each rank, n in all. Either every rank passes split sizes, or
+            none.
 
     Raises:
         InvalidArgument: the split sizes do not sum to dim 0, dim 0 is not divisible, or the trailing
@@ -572,7 +573,7 @@ def all_gather_coalesced(
 
     Args:
         outputs: tensors of ranks × n elements.
-        inputs: as many tensors, of n elements each; n and the dtype may differ between pairs, not between
+        inputs: as many tensors, of n elements each; n and the dtype may differ between pairs but not between
             ranks. Small tensors of one dtype are packed into one operation of the library.
 
     Raises:
@@ -600,7 +601,7 @@ def reduce_scatter_coalesced(
     """Run `reduce_scatter_tensor` on each pair, all in flight together, with one handle.
 
     Args:
-        outputs: tensors of n elements; n and the dtype may differ between pairs, not between ranks.
+        outputs: tensors of n elements; n and the dtype may differ between pairs but not between ranks.
         inputs: as many tensors, of ranks × n elements each. Small tensors of one dtype are packed into one
             operation of the library.
         op: as in `all_reduce`, for all tensors.
@@ -628,7 +629,7 @@ def send(
     group: Communicator | None = None,
     **options: Unpack[MessageOptions],
 ) -> None:
-    """Send `tensor` to rank `dst`; return when `tensor` may be changed, whether it was received or not.
+    """Send `tensor` to rank `dst`; return once `tensor` may be changed, which can be before it is received.
 
     Args:
         tensor: any shape and dtype; the receiver's tensor has as many elements and the same dtype.

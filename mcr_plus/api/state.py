@@ -26,15 +26,16 @@ def state_dict() -> dict[str, Any]:
     """Return the state that the pipeline keeps between calls. Collective over all ranks.
 
     `codecs`: group → operation → name → tensor, such as residuals. `tuner`: group → operation → the results
-    of online refinement (`select: {online: true}`), valid where the same operations have the same candidates.
+    of online refinement (`select: {online: true}`), valid for jobs whose operations have the same candidates.
     `plans`: group → model → the buckets that a trial of `fuse: {plan: auto}` has chosen. A job that loads
-    them before its first backward pass starts with them if its model, ranks, nodes and ranks per node are the
-    same, and plans anew otherwise. Models with cuts chosen in the job (`mcr.compile(cuts="auto")`) have no
-    entry: each job searches again. `stages`: stage → group → the state of other stages.
+    them before its first backward pass uses them if the model and the numbers of ranks, nodes and ranks per
+    node are the same; otherwise it plans again. Models with cuts chosen in the job
+    (`mcr.compile(cuts="auto")`) are not saved, so each job searches again. `stages`: stage → group → the
+    state of other stages.
 
     Every rank gets the same state, as CPU tensors, so that one rank can save it. Tensors that differ between
-    ranks, such as residuals, are averaged, because the next steps depend on their mean only: so the state is
-    as large as one rank's share and fits any number of ranks. No operation may be in flight.
+    ranks, such as residuals, are averaged, because later steps depend only on their mean. So the state is as
+    large as one rank's share and fits any number of ranks. No operation may be in flight.
 
     Raises:
         NotInitialized: there is no job.
@@ -86,8 +87,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     """Load the result of `state_dict`, on every rank; it also applies to later groups and operations.
 
     The state of an operation is looked up by its kind, dtype, shape, tag and codec, and by the parameters of
-    a bucket; entries that no operation looks up are kept. Results of online refinement apply to operations
-    that are issued for the first time from now on.
+    a bucket; entries without a matching operation are kept. Results of online refinement apply only to
+    operations that have not been issued before.
 
     Args:
         state: the result of `state_dict`, in this job or another; its tensors are copied, not kept.

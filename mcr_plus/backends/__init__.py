@@ -1,4 +1,4 @@
-"""Communication libraries behind one interface; each is imported only when it is used."""
+"""Communication libraries behind one interface; a library is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcr_plus.rendezvous.world import World
 
 @dataclass(frozen=True)
 class OperationRow:
-    """Support of one backend for one kind of operation, for one reduce op and dtype."""
+    """Support of a backend for a kind of operation, with one reduce op and dtype."""
 
     kind: Kind
     backend: str
@@ -55,7 +55,7 @@ def backends_for(names: Iterable[str], world: World, group: Group) -> list[str]:
 def assumed_backends(wanted: Sequence[str] | None, world: World, group: Group) -> dict[str, type[Backend]]:
     """Return the backends that a group would have in a job that is not running.
 
-    `wanted`: their names; None for all installed backends.
+    `wanted`: names of backends; None for all installed backends.
     """
     names = backends_for([*(wanted or preferred_backends()), "local"], world, group)
     return {
@@ -77,7 +77,7 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
 
 
 def operations_table() -> list[OperationRow]:
-    """Return a row per operation and backend, from `supports` (float32 and SUM where it matters)."""
+    """Return a row per operation and backend, from `supports` (with float32 and SUM if relevant)."""
     rows = []
     for kind in KINDS:
         for name in registry.names("backends"):

@@ -1,4 +1,4 @@
-"""The interface between dispatch and communication libraries: `Backend`, `Channel` and their types."""
+"""Interface between dispatch and communication libraries: `Backend`, `Channel` and their types."""
 
 # ruff: noqa: B027 (empty methods are defaults)
 
@@ -24,13 +24,12 @@ Poll = Callable[[], bool]
 
 
 class ReceivePoll:
-    """The poll of a receive that finds its message before the data has arrived.
+    """Poll of a receive that finds its message before the data has arrived.
 
-    For any other poll, the sender is the peer that the receive names, and the receive fails if that rank
-    leaves before the receive is done.
+    Other receives fail if the peer that they name leaves before they are done.
 
     Attributes:
-        source: the group rank of the sender, set when the message is found; None before.
+        source: group rank of the sender, set when the message is found; None before.
         arriving: the message is being received, so its sender may leave.
     """
 
@@ -43,7 +42,7 @@ class ReceivePoll:
 
 
 class BlockingPoll(ABC):
-    """The poll of an operation that the library's own threads complete; callers can block on it."""
+    """Poll of an operation that the library's own threads complete; callers can block on it."""
 
     __slots__ = ()
 
@@ -53,16 +52,17 @@ class BlockingPoll(ABC):
 
     @abstractmethod
     def block(self, seconds: float) -> None:
-        """Block until the operation is done, for at most about `seconds`, without the GIL; callable from any
-        thread. Raises nothing: the next poll raises the operation's error.
+        """Block until the operation is done, for at most about `seconds`, without the GIL.
+
+        Callable from any thread. Raises nothing: the next poll raises the operation's error.
         """
 
 
 class StreamPoll(Protocol):
-    """The poll of an operation on a CUDA stream.
+    """Poll of an operation on a CUDA stream.
 
-    `ready` is true once the operation is enqueued on its stream; until then the library needs the host. The
-    other two methods may be called once it is ready, and never block.
+    `ready` is true once the operation is enqueued on its stream; until then the library needs the host. After
+    that, the other two methods may be called, and never block.
     """
 
     @property
@@ -79,7 +79,7 @@ class StreamPoll(Protocol):
         ...
 
     def chain(self, function: Callable[[], None]) -> None:
-        """Run `function` under the operation's stream; the operation then includes the function's kernels."""
+        """Run `function` on the operation's stream; the operation then includes the function's kernels."""
         ...
 
 
@@ -90,10 +90,10 @@ Corrupted = Callable[[int, int], Exception]
 
 
 class FirstCalls:
-    """A `Start` that is replaced by another after its first calls, so that later calls can skip it.
+    """A `Start` that another `Start` replaces after the first calls.
 
     Attributes:
-        on_settled: called with the start for all later calls, once it is known.
+        on_settled: called with the start for all later calls, as soon as it is known.
     """
 
     __slots__ = ("_start", "on_settled")
@@ -114,7 +114,7 @@ class FirstCalls:
 
 
 class Persistent(Protocol):
-    """A library's persistent request: its start and its poll. The first start may replace both."""
+    """A library's persistent request: start and poll. The first start may replace both."""
 
     begin: Callable[[], object]
     test: Poll
@@ -123,10 +123,10 @@ class Persistent(Protocol):
 class Gate(Protocol):
     """A collective step that a library requires before it starts an operation.
 
-    Called when all ranks have issued the operation, in the order of their group. Returns a poll that is true
+    Called when all ranks have issued the operation, in the order of the group. Returns a poll that is true
     once the operation may start, or None if it may start at once. The poll raises `OperationsDiffer` if ranks
-    have issued different operations. `every`: each operation of the signature must pass. `again`: the next
-    operation must pass, and ranks compare it. Both may change while an operation passes.
+    have issued different operations. `every`: each operation of the signature must pass the gate. `again`:
+    the next operation must pass the gate, and ranks compare it. Both may change while an operation passes.
     """
 
     @property
@@ -148,7 +148,7 @@ class Gate(Protocol):
 class Support:
     """Support of a backend for an operation.
 
-    `native`: one call of the library. `emulated`: composed of other calls, listed in `how`. `no`:
+    `native`: one call of the library. `emulated`: composed of other calls, which `how` lists. `no`:
     unsupported; `how` gives the reason and the supported alternatives.
     """
 
@@ -173,7 +173,7 @@ class Availability:
 
 
 class Preference(NamedTuple):
-    """Preference of a backend where neither a configuration nor a table decides.
+    """Preference of a backend if neither a configuration nor a table decides.
 
     The lowest value is preferred. Backends with equal values, such as the default, keep the order of the
     registry.
@@ -189,18 +189,18 @@ class Preference(NamedTuple):
 
 
 class Channel(ABC):
-    """One group of ranks inside one library. Its operations start in the same order on all ranks.
+    """One group of ranks in one library. Operations start in the same order on all ranks.
 
     Attributes:
         closes_alone: the channel has a `release`, which closes this rank's part while other ranks use theirs.
         outlives_library: the channel has a `give_up`; it may stay open when its library is closed, and be
             closed later.
-        ballots: a vote of the ranks of one host on a number before an operation, see `SharedBoard.cast`. Set
-            before the first `bind` for one channel of a group that has `takes_ballots`; else None.
+        ballots: vote on a number before an operation, among ranks of one host, see `SharedBoard.cast`. Set
+            before the first `bind`, for one channel with `takes_ballots` in a group; otherwise None.
         takes_ballots: the channel uses `ballots`.
-        votes: whether ranks vote that they have started the same operation, in a library whose operations may
-            complete on one rank before others have started them. Cleared before the first `bind` by a caller
-            that compares operations itself.
+        votes: True if ranks vote that they have started the same operation. Needed if an operation may
+            complete on one rank before others have started it. A caller that compares operations itself
+            clears `votes` before the first `bind`.
         streams: streams of the device, if operations run on a stream; None for the current CUDA device.
     """
 
@@ -218,14 +218,14 @@ class Channel(ABC):
 
     @abstractmethod
     def bind(self, signature: Signature) -> Start:
-        """Resolve everything about `signature`; raises `Unsupported` if `supports` denies it."""
+        """Bind `signature`; raises `Unsupported` if `supports` refuses it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the library's group: once, in the same order on all ranks, with no operation in flight."""
+        """Release the library's group: once, in the same order on all ranks, with nothing in flight."""
 
     def release(self) -> None:
-        """Close this rank's part, see `closes_alone`; do nothing while an operation is in flight."""
+        """Close this rank's part, see `closes_alone`; has no effect while an operation is in flight."""
 
     def give_up(self) -> None:
         """Free reserved resources, since the channel may never be closed."""
@@ -233,7 +233,7 @@ class Channel(ABC):
     def silent_failure(self) -> str:
         """Return the reason why operations in flight cannot end although the library reports no error, or ''.
 
-        With failover, called every 0.1 s while operations are in flight or wait for their start.
+        With failover, called every 0.1 s while operations are in flight or wait to start.
         """
         return ""
 
@@ -241,7 +241,7 @@ class Channel(ABC):
         """Stop operations in flight; return True once the library no longer reads or writes any tensor.
 
         Called repeatedly until it returns True. From the first call on, no rank starts or polls an operation.
-        The default suits libraries that do nothing unless they are called, see `stops_as_whole`.
+        The default suits libraries that act only when called, see `stops_as_whole`.
         """
         return True
 
@@ -250,20 +250,20 @@ class Channel(ABC):
         return None
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
-        """Return a persistent request on the tensors of a message; None if the library has none for them."""
+        """Return a persistent request on the tensors of a message; None if the library has none."""
         return None
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
-        """Bind as `bind` does, for messages that carry checksums; None if the library's messages cannot.
+        """Bind like `bind`, for messages with checksums; None if the library cannot send checksums.
 
-        Receives raise the error that `corrupted` returns. One in `every` messages between two ranks with a
-        tag carries checksums; such receives accept messages without checksums too.
+        Receives raise the error that `corrupted` returns. Of the messages between two ranks with the same
+        tag, one in `every` carries checksums; receives also accept messages without checksums.
         """
         return None
 
 
 class Backend(ABC):
-    """One communication library in one job, constructed with the `World` on all ranks alike.
+    """One communication library in one job, constructed with the `World` on all ranks.
 
     Attributes:
         name: name in configurations.
@@ -271,16 +271,16 @@ class Backend(ABC):
         spins: number of polls at full speed before a waiting rank yields.
         host_driven: operations advance only while they are polled, so a waiting rank continues to poll
             instead of sleeping.
-        rings: the backend itself rings the bells of `World` whenever a poll has made progress for which a
-            peer may wait.
-        keeps_apart: the library never matches operations of different signatures with each other, in whatever
-            order ranks issue them. If false, ranks compare every operation before it starts, and not only the
-            first of a signature (on a stream, only the first).
-        shares_connections: messages of all groups between two ranks share connections, which send them in the
-            order in which they were posted.
-        stops_as_whole: any call of the library may advance operations of all groups, and no operation can be
-            ended; after a failure this process does not call the library again.
-        has_algorithms: whether configurations may name algorithms of the backend.
+        rings: the backend itself rings the bells of `World` when a poll has made progress for which a peer
+            may wait.
+        keeps_apart: the library never matches operations of different signatures, in whatever order ranks
+            issue them. If False, ranks compare every operation before it starts, not only the first of a
+            signature (on a stream, only the first).
+        shares_connections: messages of all groups between two ranks share connections, which send messages in
+            the order of posting.
+        stops_as_whole: any call of the library may advance operations of all groups, and operations cannot be
+            aborted. So after a failure this process does not call the library again.
+        has_algorithms: True if configurations may name algorithms of the backend.
         preference: rank among the backends, see `Preference`.
     """
 
@@ -296,7 +296,7 @@ class Backend(ABC):
     preference: ClassVar[Preference] = Preference()
 
     def __init__(self, world: World) -> None:
-        """Initialise the library; collective over the job's ranks only if the library's initialisation is."""
+        """Initialise the library; collective over the job's ranks if the library's initialisation is."""
 
     @classmethod
     def keeps_those_apart(cls, signature: Signature, hosts: int) -> bool:  # noqa: ARG003
@@ -313,7 +313,7 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, signature: Signature) -> Support:
-        """Return the support for a signature; a function of it alone, so equal on all ranks.
+        """Return the support for a signature; depends only on the signature, so it is equal on all ranks.
 
         `signature.algorithm` is None or an algorithm of the backend. For an unknown name, return a "no" that
         lists the known algorithms.
@@ -331,7 +331,7 @@ class Backend(ABC):
 
     @classmethod
     def library_version(cls) -> str:
-        """Return the library in use, such as `Open MPI 5.0.11`, or ''."""
+        """Return the name and version of the library, such as `Open MPI 5.0.11`, or ''."""
         return ""
 
     @classmethod
@@ -365,7 +365,7 @@ class Backend(ABC):
         """Let the library advance all operations in flight."""
 
     def disconnect(self) -> None:
-        """End the connections before an unclean `close`: no rank uses this world any more."""
+        """End the connections before an unclean `close`; no rank uses this world any more."""
 
     @abstractmethod
     def close(self, clean: bool) -> None:
@@ -383,24 +383,24 @@ class Backend(ABC):
     # -- at the end of a process ----------------------------------------------------------------------
 
     def before_exit(self) -> None:
-        """Called at the end of every process that has used the library."""
+        """Prepare for the end of the process; called in every process that has used the library."""
 
     def finalize(self) -> None:
-        """Called after `before_exit` if all ranks end their processes."""
+        """Finalize the library; called after `before_exit` if all ranks end their processes."""
 
     @classmethod
     def switched_off(cls, reason: str) -> None:
-        """Called once the library must not be called any more in this process."""
+        """Note that the library must not be called any more in this process."""
 
     def leave_launcher(self) -> None:
-        """Called instead of `finalize` if the library must not be called any more."""
+        """Sign off from the launcher; called instead of `finalize` if the library must not be called."""
 
     def abandon(self) -> None:
-        """Called in a forked child, which does not have the library's threads."""
+        """Drop the library in a forked child, which does not have the library's threads."""
 
 
 def complete(kind: type[Any]) -> type[Backend]:
-    """Return a class of backends with the defaults of `Backend` for missing members."""
+    """Return a backend class with missing members taken from `Backend`."""
     former = [old for old in _FORMER if hasattr(kind, old)]
     if issubclass(kind, Backend) and not former:
         return kind
@@ -426,7 +426,7 @@ _FORMER: Final = {
 
 
 def complete_channel(channel: Any) -> Channel:
-    """Return a channel with the defaults of `Channel` for missing members."""
+    """Return a channel with missing members taken from `Channel`."""
     return channel if isinstance(channel, Channel) else _CompletedChannel(channel)
 
 
@@ -436,7 +436,7 @@ _OPTIONAL: Final = (
 
 
 class _CompletedChannel(Channel):
-    """Wraps a channel whose class is not derived from `Channel`."""
+    """Adapter of a channel whose class does not derive from `Channel`."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -459,7 +459,7 @@ def done() -> bool:
 
 
 def advice(same_dtype: bool, count: int) -> str:
-    """Return advice for a receive of another size, which MPI would fill in part."""
+    """Return advice for a receive with a larger buffer than the message, which MPI would fill in part."""
     if not same_dtype:
         return ""
     return f"; a message must fill its receive: send the size first, or receive into a tensor of {count}"

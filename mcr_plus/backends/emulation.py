@@ -1,4 +1,4 @@
-"""Local reductions, for libraries that move data but cannot reduce it."""
+"""Local reductions, for libraries that can move data but not reduce it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bi
 
 
 def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
-    """Return the reduction over ranks, in rank order on every rank, so that all ranks get the same bits.
+    """Return a reduction in rank order, the same on every rank, so that all ranks get the same bits.
 
     float16 and bfloat16 are summed and multiplied in float32 and rounded once. For host memory only.
     """
     reduce_parts = _reduction(op, dtype)
 
     def run(parts: torch.Tensor, out: torch.Tensor) -> None:
-        with torch.inference_mode():  # tensors made in inference mode can be written only there
+        with torch.inference_mode():  # tensors created in inference mode can be written only in it
             reduce_parts(parts, out)
 
     return run
@@ -97,8 +97,8 @@ def _compiled(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
 
 
 def divide(total: torch.Tensor, number: int) -> None:
-    """Divide a sum in place to make the mean: integers round towards zero, complex numbers by parts."""
-    with torch.inference_mode():  # tensors made in inference mode can be written only there
+    """Divide a sum in place to get the mean; integers are rounded towards zero."""
+    with torch.inference_mode():  # tensors created in inference mode can be written only in it
         values = torch.view_as_real(total) if total.is_complex() else total
         values.div_(number, rounding_mode=None if values.is_floating_point() else "trunc")
 
@@ -125,7 +125,7 @@ def _arithmetic(op: ReduceOp, wide: torch.dtype) -> LocalReduce:
         for part in parts[1:]:
             total = total.mul_(part) if op == "PRODUCT" else total.add_(part)
         out.copy_(total)
-        if op == "AVG":  # divides the rounded sum, which may be infinite, as all libraries do
+        if op == "AVG":  # divide the rounded sum, which may be infinite, like all libraries
             divide(out, len(parts))
 
     return run

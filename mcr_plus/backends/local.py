@@ -35,7 +35,7 @@ def _nothing(message: Message) -> Poll:  # noqa: ARG001 - a Start
 
 
 class _MatchingQueue:
-    """Messages of a rank to itself, matched by tag, in order."""
+    """Messages of a rank to itself, matched in order by tag."""
 
     def __init__(self) -> None:
         self._sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
@@ -49,7 +49,7 @@ class _MatchingQueue:
 
 
 class _LocalReceive(ReceivePoll):
-    """The poll of a receive."""
+    """Poll of a receive."""
 
     source = 0
 

@@ -1,4 +1,4 @@
-"""The backend `msccl`: shared memory, or the GPU library that MCR_MSCCL_LIBRARY names."""
+"""Backend `msccl`: shared memory, or the GPU library named by MCR_MSCCL_LIBRARY."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The board of a group: its interface, its records, and the board of a group of one rank."""
+"""Interface and records of boards, and the board of a group of one rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 RING: Final = 512
 TEXT: Final = 192
-NOTE: Final = 2 * TEXT + 256  # a mismatch: two descriptions, plus the words and the group's name around them
-# A slot holds the low 32 bits of the sequence number above the digest. It needs all 32, because operations
-# that are not posted leave slots untouched: an old post must not be taken for an operation fewer than 2³²
+NOTE: Final = 2 * TEXT + 256  # a mismatch: two descriptions, the group's name, and the text around them
+# A slot holds the low 32 bits of the sequence number above the digest. All 32 bits are needed: operations
+# that are not posted leave slots untouched, and an old post must not be taken for an operation up to 2³²
 # numbers later.
 DIGEST_BITS: Final = 32
 DIGEST_MASK: Final = 0xFFFFFFFF
@@ -26,8 +26,8 @@ TAG_MASK: Final = 0xFFFFFFFF
 class PeerStatus(NamedTuple):
     """A peer's row at a sequence number.
 
-    `issued`: number of operations that the peer has issued. `digest`: None unless it has posted this
-    operation and not overwritten it. `overwritten`: the slot in its ring holds a later operation.
+    `issued`: number of operations that the peer has issued. `digest`: None unless the peer has posted this
+    operation and not overwritten it. `overwritten`: the slot in the peer's ring holds a later operation.
     """
 
     issued: int
@@ -71,14 +71,14 @@ class Published(NamedTuple):
 
 
 class GroupBoard:
-    """The rows of one group. This class itself is the board of a group without peers.
+    """Rows of one group. This class itself is the board of a group without peers.
 
     Attributes:
         counter: `counter[0]` is the number of operations that this rank has issued.
         ballots: see `SharedBoard.cast`; None unless the rows are in shared memory.
         is_live: whether `seen` is up to date.
-        first_check: seconds of waiting after which reading all peers' rows is worth its cost; they are read
-            again every `check_every` seconds.
+        first_check: seconds of waiting before a rank first reads all peers' rows; `check_every`: seconds
+            between further reads.
         problem: error if the peers' rows cannot be read, or cannot be trusted (`LaunchError`).
     """
 
@@ -92,25 +92,24 @@ class GroupBoard:
         self.counter = memoryview(bytearray(8)).cast("Q")
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
-        """Publish operation `sequence`, unless its slot holds a later one; `text` comes from `pad`."""
+        """Publish operation `sequence`, unless the slot holds a later operation; `text` comes from `pad`."""
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Publish, before `post`, a vector collective's counts to and from each group rank."""
+        """Publish the counts of a vector collective to and from each group rank; called before `post`."""
 
     def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return the elements that `rank` sends to this rank in `sequence`, and those it expects from it.
+        """Return the elements that `rank` sends to this rank in `sequence`, and expects from this rank.
 
         Valid once `all_match` is true for the operation; None if the peer has overwritten the record.
         """
         return None
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: ARG002
-        """Return the row of group rank `rank`, with its record of `sequence` if there is one."""
+        """Return the row of group rank `rank`, with the record of `sequence` if there is one."""
         return PeerStatus(sequence)
 
     def arrive(self, sequence: int, now: float, idle: float) -> None:
-        """Publish when this rank issued `sequence`, and its `IdleTime` until then; only for recorded
-        operations.
+        """Publish the time when this rank issued a recorded operation, and its `IdleTime` until then.
 
         Both are in seconds of `time.perf_counter`, which is one clock on a host.
         """
@@ -130,27 +129,27 @@ class GroupBoard:
         return None
 
     def noted(self, rank: int, sequences: Sequence[int]) -> Noted:  # noqa: ARG002
-        """Return times that `rank` has published for these operations: issue, idle time before it, end."""
+        """Return the times that `rank` has published for these operations: issue, idle time before, end."""
         return {}
 
     def remove_noted(self, others: Sequence[int] = ()) -> None:
-        """Remove what this rank published with `publish_noted`, once no rank needs it any more.
+        """Remove the operations that this rank published with `publish_noted`, once no rank needs them.
 
-        `others`: ranks whose part is removed too, since they cannot do it.
+        `others`: ranks that cannot remove theirs, so this rank does.
         """
 
     def seen(self, rank: int) -> int:  # noqa: ARG002
-        """Return the number of operations that `rank` has issued, as last read here; from any thread."""
+        """Return the number of operations that `rank` had issued when last read; callable from any thread."""
         return 0
 
     def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002
-        """Return the description that `rank` posted with this digest; empty if it is no longer there."""
+        """Return the description that `rank` posted with this digest; empty if it has been overwritten."""
         return ""
 
     def all_match(self, sequence: int, digest: int) -> bool:  # noqa: ARG002
         """Return whether all ranks have posted this digest for `sequence`.
 
-        False may also mean that a rank has overwritten its post, or that it is too early to read again.
+        Also False if a rank has overwritten its post, or if the rows may not be read again yet.
         """
         return True
 
@@ -158,17 +157,17 @@ class GroupBoard:
         """Free the memory. No other method may be called afterwards."""
 
     def mark_closed(self) -> None:
-        """Publish that this rank leaves in good order."""
+        """Publish that this rank leaves normally."""
 
     def is_closed(self, rank: int) -> bool:  # noqa: ARG002
-        """Return whether `rank` leaves, or has left, in good order."""
+        """Return whether `rank` leaves, or has left, normally."""
         return False
 
     def mark_compiling(self, begins: bool) -> None:
         """Publish that this rank begins or ends compiling kernels."""
 
     def compiling(self, rank: int) -> int:  # noqa: ARG002
-        """Return a number that changes when `rank` begins or ends compiling kernels; odd in between."""
+        """Return a number that changes when `rank` starts or stops compiling kernels; odd meanwhile."""
         return 0
 
     def mark_moving(self) -> None:
@@ -179,10 +178,10 @@ class GroupBoard:
         return 0
 
     def mark_failed(self, failure: Failure) -> None:
-        """Publish why this rank issues no more operations in this group; only the first call counts."""
+        """Publish why this rank issues no more operations in the group; only the first call counts."""
 
     def failure(self, rank: int) -> Failure | None:  # noqa: ARG002
-        """Return why `rank` issues no more operations in the group; None if it has not failed."""
+        """Return the reason why `rank` issues no more operations in the group; None if it has not failed."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Opening a group's board."""
+"""Open a group's board."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_board(store: Store | None, group: Group, shared: bool, timeout: float) -> GroupBoard:
-    """Open the board of `group`; collective over its ranks, which all get the same kind of board."""
+    """Open the board of `group`, the same kind on all ranks; collective over the group."""
     if group.size == 1 or store is None:
         return GroupBoard()
     questions = f"board/{group.name}/votes"
@@ -25,7 +25,7 @@ def open_board(store: Store | None, group: Group, shared: bool, timeout: float) 
         try:
             mapped = _all(store, f"{questions}/mapped", group.size, memory is not None, timeout)
         finally:
-            if descriptor is not None:  # all ranks have mapped it, or never will
+            if descriptor is not None:  # every rank has mapped the memory, or never will
                 os.close(descriptor)
         if mapped and memory is not None:
             return SharedBoard(memory, group)

@@ -1,4 +1,4 @@
-"""Times that a rank has noted of its operations, in parts; each part is a value in the job's store."""
+"""Store the noted times of a rank's operations in parts; each part is a value in the job's store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BYTES: Final = PART * _COLUMNS * 8
 
 
 class NotedParts:
-    """The noted operations of this rank in one group. Noting an operation again replaces its times."""
+    """Noted operations of this rank in one group. Noting an operation again replaces its times."""
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, tuple[float, float, float]]] = {}  # noted since the last packing
-        self._packed: dict[int, bytes] = {}  # earlier ones, which take little memory when packed
+        self._packed: dict[int, bytes] = {}  # earlier operations, packed to save memory
 
     def add(self, sequence: int, times: tuple[float, float, float]) -> None:
         """Note an operation."""
@@ -43,7 +43,7 @@ class NotedParts:
 
 
 def place_of(part: int) -> int:
-    """Return the place of a part in the store, which it takes over from a part that is no longer kept.
+    """Return the place of a part in the store, taken over from a part that is no longer kept.
 
     No part is removed while a rank may read it, so a reader that has found a part gets it.
     """
@@ -51,7 +51,7 @@ def place_of(part: int) -> int:
 
 
 def packed(noted: Noted) -> bytes:
-    """Pack operations into a value: compressed differences of microseconds, which are small."""
+    """Pack operations into a value, as compressed differences of microseconds."""
     rows = np.array([(number, *times) for number, times in list(noted.items())])
     rows[:, 1:] *= 1e6
     whole = np.rint(rows).astype(np.int64)

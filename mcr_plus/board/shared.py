@@ -1,4 +1,4 @@
-"""Rows in anonymous shared memory: a memfd that peers open through /proc, so that no file is left behind."""
+"""Rows in anonymous shared memory: a memfd that peers open through /proc, so no file is left behind."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 _HEADER: Final = 64
 _WORDS: Final = _HEADER // 8
 _MOVES: Final = 3  # header word of a row that counts calls of `mark_moving`
-_BALLOTS: Final = 4  # header word of a row where the ballots begin, and their number
+_BALLOTS: Final = 4  # first header word of the ballots in a row, and number of ballots
 _TEXTS: Final = _HEADER + RING * 8
 _NOTES: Final = _TEXTS + RING * TEXT
-_ARRIVALS: Final = _NOTES + NOTE  # RING times of issue, and RING idle times until then
+_ARRIVALS: Final = _NOTES + NOTE  # RING times of issue, and RING idle times before the issue
 # The rest of a row: RING records of the counts sent to and expected from each rank.
 _COUNTS: Final = _ARRIVALS + 2 * RING * 8
-_NUMBER_BITS: Final = 16  # of an operation's number, beside its time in µs, which suffices for nine years
+_NUMBER_BITS: Final = 16  # bits for an operation's number; the other bits hold µs, enough for nine years
 _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 _CLOSED: Final = 1
 _FAILED: Final = 2
@@ -58,7 +58,7 @@ def arrival_times(words: tuple[list[int], list[int]], sequence: int) -> tuple[li
 
 
 class SharedBoard(GroupBoard):
-    """The rows of a group on one host, in memory that its ranks have mapped."""
+    """Rows of a group on one host, in memory that all its ranks have mapped."""
 
     is_live = True
     first_check = 50e-6
@@ -90,11 +90,10 @@ class SharedBoard(GroupBoard):
         self.ballots = self.cast
 
     def cast(self, digest: int) -> Poll:
-        """Publish which operation this rank starts; the poll is true once all peers have published the same
-        one.
+        """Publish this rank's operation; the poll is true once all peers have published the same operation.
 
-        Used for the synchronous operations of one library of the group. A rank has one at a time, and the
-        n-th calls of all ranks are compared. It costs well under 1 µs with a peer. Where ranks differ, the
+        Used for the synchronous operations of one library of the group. A rank has one such operation at a
+        time, and the n-th calls of all ranks are compared, in well under 1 µs per peer. If ranks differ, the
         poll stays false, and the slow path of the wait finds the difference in the posts.
         """
         self._cast = number = self._cast + 1
@@ -103,7 +102,7 @@ class SharedBoard(GroupBoard):
         self._ballots[slot] = word
 
         def counted() -> bool:
-            for other in others:  # a peer may be ahead, if its caller was interrupted
+            for other in others:  # a peer may be ahead, if this rank's caller was interrupted
                 theirs = everything[other]
                 if theirs != word and not is_later(theirs, number):
                     return False
@@ -141,7 +140,7 @@ class SharedBoard(GroupBoard):
         return word & DIGEST_MASK if word >> DIGEST_BITS == sequence & TAG_MASK else None
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
-        # Read the counter before the word: a post that the counter includes is then in the ring.
+        # Read the counter before the word: then the ring contains every post that the counter includes.
         issued = self._all[rank * self._row_words]
         word = self._all[rank * self._row_words + _WORDS + sequence % RING]
         return peer_status(issued, word, sequence)
@@ -215,7 +214,7 @@ def _row_bytes(ranks: int) -> int:
 
 
 def map_shared(store: Store, group: Group) -> tuple[mmap.mmap | None, int | None]:
-    """Return the group's memory, None if it cannot be mapped; on rank 0 also its descriptor for peers."""
+    """Return the group's memory (None if it cannot be mapped) and, on rank 0, the descriptor for peers."""
     size = group.size * _row_bytes(group.size)
     key = f"board/{group.name}/memory"
     try:

@@ -1,4 +1,4 @@
-"""Rows as values of the job's store, for groups across hosts."""
+"""Rows as values in the job's store, for groups across hosts."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
 
 _STORED: Final = 256  # operations in a row, which is always written as a whole
-# Number of descriptions that a rank has in the store. Each has one of four places by its digest, so that
-# operations in flight together do not overwrite each other's.
+# Number of descriptions that a rank has in the store. The digest of a description determines four possible
+# places, so that concurrent operations do not overwrite each other's description.
 _TEXT_SETS: Final = 256
 _TEXT_PLACES: Final = 4
-_RARER: Final = 0.1  # share of the wait so far, between two requests
+_RARER: Final = 0.1  # time between two requests, as a share of the wait so far
 _RAREST: Final = 0.005  # s, the longest time between two requests
 _FEW: Final = 8  # number of ranks up to which rows are compared directly, without counting votes
 _Answer = TypeVar("_Answer")
 
 
 class StoreBoard(GroupBoard):
-    """Rows as values of the job's store: slower, but visible from all hosts.
+    """Rows as values in the job's store: slower, but visible from all hosts.
 
-    The counter stays local; a peer's `issued` dates from its last post. A row is read and written as a whole:
-    two reads could return a counter that includes an operation which is not yet in the ring, read before.
+    The counter stays local; a peer's `issued` dates from its last post. A row is read and written as a whole.
+    With separate reads of ring and counter, the counter could include an operation that the ring read before
+    lacks.
     """
 
     _HEADER: Final = 8
@@ -61,15 +62,15 @@ class StoreBoard(GroupBoard):
         self._row = bytearray(self._HEADER + 8 * _STORED)
         self._issued = memoryview(self._row)[: self._HEADER].cast("Q")
         self._words = memoryview(self._row)[self._HEADER :].cast("Q")
-        # The digests that this rank has described and the places of their descriptions, by set, oldest first.
+        # The digests of this rank's descriptions and the places of the descriptions, by set, oldest first.
         self._described: dict[int, dict[int, int]] = {}
         self._voted: deque[str] = deque()  # on rank 0 of many, which removes old votes
-        # Rows of peers as last read. Their contents about an operation stay true, so one request answers for
-        # all operations that the peer had posted by then.
+        # Rows of peers as last read. Entries about an operation stay valid, so one request answers for all
+        # operations that the peer had posted by then.
         self._read_rows: dict[int, memoryview] = {}
         self._seen: dict[int, int] = {}  # operations that peers had issued at the last read
         self._next_question = 0.0
-        self._asked, self._asked_since = -1, 0.0  # the last operation asked for, and since when
+        self._asked, self._asked_since = -1, 0.0  # last requested operation, and since when
         # Reading the rows takes one request per peer to a server that all ranks share.
         self.first_check = 0.02
         self.check_every = max(0.05, 0.0005 * group.size)
@@ -84,9 +85,9 @@ class StoreBoard(GroupBoard):
         return f"board/{self._group.name}/{rank}/{name}"
 
     def _ask(self, question: Callable[[Store], _Answer], otherwise: _Answer) -> _Answer:
-        """Return the store's answer; `otherwise` if there is none, or a stranger has written it.
+        """Return the store's answer. Without a valid answer, set `problem` and return `otherwise`.
 
-        Then `problem` is set. After one failure the store gets no more requests: its process may have died.
+        After one failure the store gets no more requests, because its process may have died.
         """
         if self._store is None:
             return otherwise
@@ -114,7 +115,7 @@ class StoreBoard(GroupBoard):
         self._write("row", bytes(self._row))
 
     def _row_of(self, rank: int) -> memoryview | None:
-        """Return the row of `rank` as words; None without one, as after its world has left the store."""
+        """Return the row of `rank` as words; None without a row, e.g. after its world has left the store."""
         row = self._read(rank, "row")
         if row is None:
             return None
@@ -132,8 +133,8 @@ class StoreBoard(GroupBoard):
         if digest not in described:
             free = len(described)
             place = free if free < _TEXT_PLACES else described.pop(next(iter(described)))
-            # Written before the digest, so that a peer that reads the digest finds it. Places are reused
-            # instead of one key per digest, because programs may have a tag for every step.
+            # Written before the digest, so that a peer that reads the digest finds the description. Places
+            # are reused, because a program may use a new tag (and so a new digest) in every step.
             self._write(_text_key(digest, place), digest.to_bytes(4, "little") + text)
             described[digest] = place
         self._words[slot] = word
@@ -168,7 +169,7 @@ class StoreBoard(GroupBoard):
         return f"board/{self._group.name}/votes/{sequence}/{digest:x}"
 
     def all_match(self, sequence: int, digest: int) -> bool:
-        """See `GroupBoard.all_match`. The rate is limited; with many ranks it is a single request."""
+        """See `GroupBoard.all_match`. The rate of requests is limited; many ranks need only one request."""
         if self._group.size > _FEW:
             if not self._may_ask(sequence):
                 return False
@@ -189,10 +190,10 @@ class StoreBoard(GroupBoard):
         return True
 
     def _may_ask(self, sequence: int) -> bool:
-        """Return whether the next request to the store is due; if so, schedule the one after it.
+        """Return whether the next request to the store is due; if so, schedule the request after it.
 
-        Requests become rarer during a wait. The wait gets at most a tenth longer, and a waiting rank takes
-        little of the core that others compute on.
+        Requests become rarer during a wait. This lengthens the wait by at most a tenth, and a waiting rank
+        takes little of a core on which others compute.
         """
         now = time.monotonic()
         if now < self._next_question:
@@ -210,7 +211,7 @@ class StoreBoard(GroupBoard):
         for part, value in self._noted.changed():
             self._write(f"noted/{place_of(part)}", value)
         said = json.dumps([self.counter[0], list(clocks.items())])
-        self._write("noted", said.encode())  # last: the operations it announces are in the store by now
+        self._write("noted", said.encode())  # last: the store already has the operations that it announces
         self._has_published = True
 
     def published(self, rank: int) -> Published | None:  # noqa: D102

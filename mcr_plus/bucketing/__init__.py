@@ -1,4 +1,4 @@
-"""Planning of a training step: costs of operations, simulation, and search for the best buckets."""
+"""Plan a training step: costs of operations, simulation, and search for the best buckets."""
 
 from typing import Final
 

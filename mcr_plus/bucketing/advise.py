@@ -1,4 +1,4 @@
-"""Best buckets for a captured step, on its own ranks or on another cluster, and predicted gains of changes.
+"""Find the best buckets for a captured step, on this or another cluster, and predict the gains of changes.
 
     advice = advise(step, costs, ranks=4096)
     advice.timeline.step_s, advice.plan, advice.scaling, advice.what_ifs
@@ -41,7 +41,7 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Scaled:
-    """Prediction for the same plan on another number of ranks. `how`, `times_how`: see `Timeline`."""
+    """Predicted step time of the same plan on another number of ranks. `how`, `times_how`: see `Timeline`."""
 
     ranks: int
     step_s: float
@@ -64,9 +64,9 @@ class WhatIf:
 class PlanAdvice:
     """A plan for a step, and predictions.
 
-    `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for the buckets of
-    `plan`. `gap`: upper bound of the relative distance of `plan` to the best buckets: from the search if
-    there is one channel, else the distance to `bound` (`to_bound`), which may be out of reach. `exact`: the
+    `bound`: lower bound of the step over all plans, in seconds; `timeline.bound` is the lower bound for the
+    buckets of `plan`. `gap`: upper bound of the relative distance of `plan` to the best plan: from the search
+    if there is one channel, else the distance to `bound` (`to_bound`), which may be unreachable. `exact`: the
     buckets are optimal. `others`: the step under other plans, by name. `scaling`: the step on other numbers
     of ranks. `what_ifs`: sorted by gain. `skipped`: changes that could not be simulated, with reasons.
     """
@@ -92,14 +92,14 @@ def advise(
     codec: str | None = None,
     seconds: float = SECONDS,
 ) -> PlanAdvice:
-    """Search the best buckets for `ranks` ranks, and simulate the step with them and with other plans.
+    """Search for the best buckets on `ranks` ranks, and simulate the step with them and with other plans.
 
     Args:
         costs: costs of operations on the target topology. ranks: None for the captured number.
         what_ifs: further changes to try: `compress=CODEC` for gradients, `compute=0.8` to
             scale the computation time, or changes of `Topology.changed`. codec: compresses all buckets; the
-            encoding time is unknown, so their costs are assumed. seconds: time limit of all searches; usual
-            changes that would exceed it are skipped.
+            encoding time is unknown, so costs are assumed. seconds: time limit of all searches together;
+            usual changes that would exceed it are skipped.
 
     Raises:
         ConfigError: a change is unknown. InvalidArgument, Unsupported: see `network.simulate`.
@@ -109,7 +109,7 @@ def advise(
         raise InvalidArgument(f"ranks: {world}, but the cluster has {costs.topology.ranks}")
     for change in what_ifs:
         _check_change(step, costs, change)
-    # The plan itself gets a third of the time; the changes share the rest.
+    # A third of the time is for the plan itself; the changes share the rest.
     end = perf_counter() + seconds
     found = searched(step, costs, world, until=perf_counter() + seconds / 3, codec=codec)
     plan = found.plan
@@ -152,7 +152,7 @@ def advise(
 
 
 def _others(step: CapturedStep, costs: ClusterCosts, world: int, codec: str | None) -> dict[str, Timeline]:
-    """Return the step as captured, and the step with the usual buckets, compressed by `codec`."""
+    """Return the timelines of the step as captured, and with the usual buckets compressed by `codec`."""
     plans: dict[str, BucketPlan | None] = {"as captured": None}
     units, base = units_of(step), best_library(costs)
     if units:
@@ -184,8 +184,8 @@ def _known(step: CapturedStep, plan: BucketPlan | None, costs: ClusterCosts, wor
 def _spreads(step: CapturedStep, ranks: int) -> bool:
     """Return whether the step can be simulated on `ranks` ranks.
 
-    A step with a single role and a single group of all ranks scales to any number of ranks, other steps to
-    multiples of the captured number.
+    A step with a single role and a single group of all ranks can be simulated on any number of ranks, other
+    steps on multiples of the captured number.
     """
     whole = tuple(range(step.ranks))
     groups = {each.group for role in step.roles for each in role.events if isinstance(each, IssueEvent)}
@@ -193,7 +193,7 @@ def _spreads(step: CapturedStep, ranks: int) -> bool:
 
 
 def _scaled(step: CapturedStep, plan: BucketPlan, costs: ClusterCosts, world: int) -> list[Scaled]:
-    """Return the step on 1, 2, 4, … ranks and on doublings of the captured number, up to `world`."""
+    """Predict the step on 1, 2, 4, … ranks and on doublings of the captured number, up to `world`."""
     numbers = {step.ranks, world}
     for first in (1, step.ranks):
         while first < world:
@@ -245,7 +245,7 @@ def _changed(
     codec: str | None,
     until: float,
 ) -> Timeline:
-    """Return the step after a change, with the best buckets for it; `plan`, `codec`: without the change."""
+    """Return the step after a change, with the best buckets for it. `plan`, `codec`: before the change."""
     name, _, value = (part.strip() for part in change.partition("="))
     if name == "compute":
         step = _faster(step, _factor(change, value))

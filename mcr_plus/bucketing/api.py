@@ -1,4 +1,4 @@
-"""Capture of training steps, and the report of `fuse: {plan: auto}`."""
+"""Capture training steps, and report the result of `fuse: {plan: auto}`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def capture(
     A step ends with `optimizer.step()`. Hooks record when modules first need their parameters and when
     gradients become ready. The program's operations and waits are recorded, too, by tag, kind, bytes and
     group. Times are seconds of the host or, for parameters on a GPU, of its current stream. At the end of the
-    block the ranks exchange their times, and all get the same `CapturedStep`: medians, without first steps
-    that take more than three times the median. Steps beyond `steps` run as if there were no block.
+    block the ranks exchange their times, and all get the same `CapturedStep`: medians, excluding first steps
+    that take more than three times the median. Steps after the first `steps` are not captured.
 
     With `hold`, models of `mcr.wrap`, `DistributedOptimizer` and similar wrappers send their buckets at the
     end of the backward pass, one after another: communication does not slow computation, and each operation
@@ -67,8 +67,7 @@ def capture(
 
 
 def plan_report() -> dict[str, Any] | None:
-    """Return the result of the latest trial of `fuse: {plan: auto}` in this job; None before its end, and if
-    there was no trial.
+    """Return the result of this job's latest trial of `fuse: {plan: auto}`; None if no trial has ended.
 
     Times are milliseconds of a whole step on the slowest rank:
 
@@ -76,18 +75,20 @@ def plan_report() -> dict[str, Any] | None:
     - `buckets`: names of the parameters in each bucket in use, in the order of sending;
       `libraries`, `codecs`: library and codec of each bucket, None if the pipeline chooses.
       `baseline_buckets`: number of buckets by size.
-    - `measured_ms`, `baseline_ms`: times with the searched buckets and with buckets by size, run in turns.
-    - `foretold_ms`, `foretold_baseline_ms`: predicted times of both.
-    - `bound_ms`: least time of any plan, by the same costs; at most a measured time, as the passes that
-      measure computation can be slower than others. `gap`: upper bound of the searched plan's relative
-      distance to the best plan, in the model of the search; `exact`: the plan is optimal in this model.
-    - `cuts`, for a model compiled with `cuts="auto"` only: modules at whose ends its graph is cut;
+    - `measured_ms`, `baseline_ms`: times with the searched buckets and with buckets by size, measured
+      alternately.
+    - `foretold_ms`, `foretold_baseline_ms`: the corresponding predicted times.
+    - `bound_ms`: lower bound of any plan's time, from the same costs. It never exceeds a measured time:
+      passes that measure computation can be slower than others, so the bound is capped. `gap`: upper bound of
+      the searched plan's relative distance to the best plan, in the model of the search; `exact`: the plan is
+      optimal in this model.
+    - `cuts`, for a model compiled with `cuts="auto"` only: the graph is cut at the ends of these modules;
       `cuts_known`: number of possible places. `chosen`: "whole" (uncut, buckets by size), "blocks" (cut at
-      all places, buckets by size) or "searched"; `tried_ms`: time of each. `cut_ms`: cost of a
-      cut. Without `fuse: {plan: auto}`, there is no search or prediction, and `measured_ms` is the time of
+      all places, buckets by size) or "searched"; `tried_ms`: time of each candidate. `cut_ms`: cost of a cut.
+      Without `fuse: {plan: auto}`, there is no search or prediction, and `measured_ms` is the time of
       "blocks".
     - `compute_ms`: computation alone. `exposed_ms`: predicted wait after the computation; `exposed_by`: the
-      parameter that the program waits for.
+      parameter for which the program waits.
 
     Raises:
         NotInitialized: there is no job.

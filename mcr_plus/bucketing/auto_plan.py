@@ -1,16 +1,15 @@
-"""`fuse: {plan: auto}`: capture some backward passes, search the best buckets, and try them in the job.
+"""`fuse: {plan: auto}`: capture some backward passes, search for the best buckets, and try them in the job.
 
 Passes of a job, counted from the one after the first:
 
     0           by size, in the order of the first pass; warm-up
     1 … 3       captured: buckets are sent at the end, so that communication does not slow the computation
-    4 … 21      both plans take turns, three passes each, not counting the first pass of a turn
+    4 … 21      both plans alternate, three counted passes each; the first pass of a turn is not counted
     22 …        the faster plan
 
 Pass 0 is the first pass in which no rank of the group has another trial running (`trials`); buckets
-stay by size until then. Each rank times the whole step, from the end of a pass to the end of the next one,
-and the slowest rank determines the time of a step. The searched plan must be faster by a margin; otherwise
-the buckets are kept.
+stay by size until then. Each rank times whole steps, from the end of a pass to the end of the next pass; the
+time of a step is that of the slowest rank. The searched plan is used only if it is faster by a margin.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ Issue = Callable[[torch.Tensor, "str | None", Compress], Work]
 
 
 class ExecutablePlan(NamedTuple):
-    """Executable plan: buckets, and library and codec of each."""
+    """A plan in executable form: buckets, with the library and codec of each."""
 
     buckets: list[Bucket]
     choices: list[Choice]
@@ -79,7 +78,7 @@ class PassTimes(NamedTuple):
 
 @dataclass
 class Captured:
-    """Agreed times of a step: seconds since the end of the previous pass, maximum over ranks."""
+    """Times of a captured step: seconds since the end of the previous pass, maximum over ranks."""
 
     order: list[int]
     ready: list[float]
@@ -88,13 +87,13 @@ class Captured:
 
 @dataclass(eq=False)  # a trial equals only itself, and is a key of `trials`
 class AutoPlan:
-    """Choice of buckets for the passes of a job; all ranks reach the same decisions.
+    """Chooses the buckets for the passes of a job; all ranks reach the same decisions.
 
     Args:
-        comm: group of the reducer. entries: gradients by index, all with the same `like`.
+        comm: group of the reducer. entries: gradients by index, with equal `like`.
         alignment: bytes. limits: for buckets by size. curves: costs by library and codec.
         tail: bytes of the operation that ends a pass. names: names of the parameters, by index.
-        polled: libraries that progress only in calls of the program.
+        polled: libraries that make progress only in calls of the program.
     """
 
     comm: Communicator
@@ -116,12 +115,12 @@ class AutoPlan:
 
     @property
     def is_of_cuts(self) -> bool:
-        """Whether cuts of a compiled model are tried as well."""
+        """True if cuts of a compiled model are tried as well."""
         return False
 
     @property
     def has_verdict(self) -> bool:
-        """Whether plans have been compared, so that a later job can use the result."""
+        """True if plans have been compared; a later job can then use the result."""
         return self.is_final and "chosen" in self.report and not self.is_of_cuts
 
     @property
@@ -155,7 +154,7 @@ class AutoPlan:
         return self._end()
 
     def incomplete(self) -> ExecutablePlan | None:
-        """Record a pass without a new gradient of some parameter on the first rank; returns like `after`."""
+        """Record a pass that lacks a gradient of some parameter on the first rank; returns like `after`."""
         self._incomplete += 1
         if self._incomplete < _INCOMPLETE:
             return None
@@ -169,7 +168,7 @@ class AutoPlan:
         return self._plans[0] if self._plans else None
 
     def _tried(self, turn: int) -> int:
-        """Return the number of a turn's plan: the searched plan first, since the other has just been used."""
+        """Return the number of a turn's plan; the searched plan comes first: the other was just used."""
         return -(turn + 1) % len(self._plans)
 
     def _by_size(self, order: Sequence[int]) -> list[Bucket]:
@@ -182,7 +181,7 @@ class AutoPlan:
     # -- planning ---------------------------------------------------------------------------------
 
     def _begin(self, order: Sequence[int]) -> ExecutablePlan | None:
-        """Search a plan for the captured times, and begin its trial."""
+        """Search for a plan with the captured times, and begin the trial of the plan."""
         captured = self._agreed(order)
         choices = list(self.curves)
         plan: list[tuple[tuple[int, ...], Choice]] = []
@@ -225,7 +224,7 @@ class AutoPlan:
         return Captured(list(order), np.maximum.accumulate(ready).tolist(), compute)
 
     def _searched(self, captured: Captured, choices: Sequence[Choice]) -> FoundPlan:
-        """Return the best plan; with very many gradients, small neighbours share an entry."""
+        """Return the best plan; if there are very many gradients, small neighbours share an entry."""
         sizes = [self.entries[index].nbytes for index in captured.order]
         ends = groups(sizes)
         whole = [
@@ -358,7 +357,8 @@ def _measured(
 ) -> dict[Choice, BucketCurve]:
     """Return the costs of buckets for each library, with each of these codecs and with the codec of `policy`.
 
-    If a library is named, a stage `hierarchical` skips the operation. Then the pipeline's choice is measured.
+    A stage `hierarchical` skips operations that name a library. So the pipeline's own choice is measured,
+    too.
     """
     libraries: list[str | None] = [*comm.pipeline.libraries] if policy.backend is None else [policy.backend]
     if policy.backend is None and comm.stage_options("hierarchical") is not None:
@@ -386,7 +386,7 @@ def begun(
     tail: int,
     issue: Issue,
 ) -> AutoPlan | None:
-    """Measure the costs of buckets, and return the trial; None, with a warning, for unsupported gradients.
+    """Measure the costs of buckets, and return a trial; None, with a warning, for unsupported gradients.
 
     Collective. `named`: at least one parameter; `entries`: one for each. Other arguments: see `AutoPlan`.
 
@@ -395,7 +395,7 @@ def begun(
     for codec in limits.codecs:
         if (problem := not_choosable(codec, comm.config)) is not None:
             raise ConfigError(f"fuse.codecs: {problem}")
-    # Unsupported gradients are no error: they keep their buckets by size.
+    # Unsupported gradients are not an error: they keep their buckets by size.
     reason = None
     device = named[0][1].device
     if device.type != "cpu":
@@ -412,7 +412,7 @@ def begun(
         total = sum(entry.nbytes for entry in entries)
         curves = _measured(comm, dtype, device, total, policy, limits.codecs, issue)
         reason = None if curves else "no library supports their all_reduce"
-        # Keep plain costs of the whole job for `mcr.capture`, which stores them in its step.
+        # Keep the costs without codecs for `mcr.capture`, which stores them in the captured step.
         if comm.size == current().world.size and not policy.encoded:
             current().attached[MEASURED] = {
                 choice.library: Probed(

@@ -1,10 +1,10 @@
-"""Best buckets for the gradients of a step: optimal for one channel, a local search for several.
+"""Find the best buckets for a step's gradients: exactly for one channel, by local search for several.
 
     found = searched(step, costs, ranks, until=perf_counter() + 2)
     found.plan, found.bound
 
 The search (`search`) models one channel. Gradients of different ranks or groups are searched separately; with
-several libraries, single buckets are then changed for as long as the simulated step becomes shorter.
+several libraries, a local search then changes single buckets while this makes the simulated step shorter.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def simulated(step: CapturedStep, plan: BucketPlan | None, costs: ClusterCosts, 
 
 
 class Unit(NamedTuple):
-    """Gradients that may share buckets: the same ranks send them in the same groups.
+    """Gradients that may share a bucket, because the same ranks send them in the same groups.
 
     `sizes`: bytes by name, in the order of readiness. `ready`: seconds of computation before each gradient.
     `until`: seconds of computation before the program waits for the last gradient. `computed`: total seconds
-    of computation. `group`: captured ranks that send them. Times are from the sending role
-    with the longest computation.
+    of computation. `group`: captured ranks that send the gradients. Times come from the sending role with the
+    longest computation.
     """
 
     sizes: dict[str, int]
@@ -59,8 +59,8 @@ class Unit(NamedTuple):
 class FoundBuckets(NamedTuple):
     """Result of a search.
 
-    `gap`: upper bound of the plan's relative distance to the model's optimum (None: only `bound` is
-    available). `exact`: the plan is the model's optimum. `bound`: lower bound of the step over all plans, in
+    `gap`: upper bound of the plan's relative distance to the optimum of the model (None: only `bound` is
+    available). `exact`: the plan is that optimum. `bound`: lower bound of the step over all plans, in
     seconds.
     """
 
@@ -71,7 +71,7 @@ class FoundBuckets(NamedTuple):
 
 
 class _UnitBuckets(NamedTuple):
-    """Buckets of a unit, each with the time when it becomes ready; other fields: see `FoundBuckets`."""
+    """Buckets of a unit with their ready times; for other fields see `FoundBuckets`."""
 
     buckets: list[tuple[float, PlannedBucket]]
     libraries: list[str]
@@ -139,14 +139,14 @@ def _part(
     grouped = len(names) < len(unit.sizes)
     if len(libraries) == 1 and not grouped:
         return _UnitBuckets(buckets, libraries, found.gap, found.exact, (found.bound + after) / above)
-    # Each library has its own channel, and all share the links, so this bound counts the busy time of the
-    # links. Gradients of one group could still be separated, so for groups only the last gradient counts: it
-    # must be sent by some operation after it is ready.
+    # Each library has its own channel, but all share the links, so this bound counts the busy time of the
+    # links. Gradients of one group may still be sent separately. So for groups only the last gradient counts:
+    # some operation must send it after it is ready.
     last = np.array([unit.sizes[names[-1][-1]]])
     ends = [unit.until, times[-1] + min(float(each.cost.times(last)[0]) for each in curves.values())]
     if not grouped:
         work = prices(nbytes, 1, [each.work for each in curves.values()], OVERHEAD)
-        # Shares of operations in flight together that exceed a core are not lost in full.
+        # If the shares of concurrent operations exceed one core, the excess is not lost.
         is_lost = sum(float(np.max(each.cost.shares)) for each in curves.values()) <= 1.0
         weights = None if is_lost else np.ones(1)
         ends.append(rest(np.array(times), unit.until, work.seconds, priced.lost, weights).bound)
@@ -155,7 +155,7 @@ def _part(
 
 
 def in_order(buckets: Iterable[tuple[float, PlannedBucket]]) -> list[PlannedBucket]:
-    """Return buckets of several units in the order of their readiness, so that none waits for a later one."""
+    """Return buckets of several units in the order of readiness, so that no bucket waits for a later one."""
     return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
 
 
@@ -211,7 +211,7 @@ def _places(count: int) -> list[int]:
 
 
 def units_of(step: CapturedStep) -> list[Unit]:
-    """Return the gradients of the step, grouped by the ability to share a bucket."""
+    """Return the gradients of the step in units whose gradients may share a bucket."""
     carriers: dict[str, dict[int, tuple[int, ...]]] = {}
     for number, role in enumerate(step.roles):
         for each in role.events:
@@ -234,7 +234,7 @@ def units_of(step: CapturedStep) -> list[Unit]:
 
 
 def unused_in(step: CapturedStep) -> tuple[str, ...]:
-    """Return the parameters that the step's operations carry, but that have no gradient on any rank."""
+    """Return the parameters that the step's operations carry although no rank has a gradient for them."""
     sizes = sizes_of(step)
     carried = (
         name
@@ -284,8 +284,8 @@ def _grouped(unit: Unit) -> tuple[list[tuple[str, ...]], list[int], list[float]]
 class _Curves(NamedTuple):
     """Costs of all_reduces by a library.
 
-    `work`: seconds in which they would fill their widest link. `above`: largest relative excess of the curve
-    over the true costs between its points.
+    `work`: seconds for which the operations would fill their widest link. `above`: largest relative excess of
+    the curve over the true costs between the points.
     """
 
     cost: BucketCurve
@@ -294,7 +294,7 @@ class _Curves(NamedTuple):
 
 
 def _curves(costs: ClusterCosts, to: Placement, nbytes: int, codec: str | None = None) -> dict[str, _Curves]:
-    """Return the costs of all_reduces up to `nbytes` on ranks with this placement, by library."""
+    """Return, for each library, the costs of all_reduces up to `nbytes` on ranks with this placement."""
     doublings = max(1.0, np.log2(max(nbytes, 8) / 4))
     even = np.geomspace(4, max(nbytes, 8), int(_POINTS * doublings))
     found: dict[str, _Curves] = {}

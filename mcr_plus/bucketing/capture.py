@@ -1,9 +1,9 @@
-"""Capture of training steps of a running job by hooks.
+"""Capture training steps of a running job by hooks.
 
 Hooks of the model and the optimizer mark when modules need their parameters, gradients become ready and steps
-end; the communicator reports the program's operations and waits. Marks are times of the
-host, or events on the current stream if the parameters are on a device. At the end all ranks exchange their
-marks and construct the same `CapturedStep` from them.
+end; the communicator reports the program's operations and waits. Marks are times of the host, or events on
+the current stream if the parameters are on a device. At the end all ranks exchange their marks and construct
+the same `CapturedStep`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LEAST: Final = 3
 
 
 class _Seen(NamedTuple):
-    """A recorded event, with times of the capture's clock. `number`: index of the operation, or -1."""
+    """A recorded event, with times on the capture's clock. `number`: index of the operation, or -1."""
 
     event: ReadyEvent | NeedEvent | None  # None: an operation was issued, or waited for
     computed: str
@@ -59,7 +59,7 @@ class _Seen(NamedTuple):
 
 
 class _CapturedOperation:
-    """An operation of the program, without references to tensors. `end`: clock at its completion."""
+    """An operation of the program, without references to tensors. `end`: clock time of completion."""
 
     __slots__ = ("begin", "end", "gradients", "group", "match_tag", "nbytes", "peer", "signature")
 
@@ -86,8 +86,8 @@ def _on_stream(device: torch.device) -> Any:
 class Capture(OperationHook):
     """Result of `mcr.capture`: the captured `CapturedStep`, available after the block.
 
-    `save(path)` writes it as JSON; `step` is the `CapturedStep`, whose attributes are available on this
-    object.
+    `save(path)` writes the step as JSON; `step` is the `CapturedStep`. Attributes of the step are also
+    available on this object.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Capture(OperationHook):
         self._step = replace(merged, measured=runtime.attached.get(MEASURED, {}))
 
     def _add_hooks(self) -> None:
-        # Hooks inside compiled modules would become part of the graph, and their removal would recompile it.
+        # Hooks inside compiled modules would become part of the graph, and removing them would recompile it.
         compiled = {
             id(part)
             for module in self._model.modules()
@@ -211,7 +211,7 @@ class Capture(OperationHook):
         self._hooks.append(self._optimizer.register_step_post_hook(self._after_step))
 
     def _stop(self) -> None:
-        """Stop recording. The optimizer's hook, which calls this, is removed at the end of the block."""
+        """Stop recording. Called by the optimizer's hook, which is removed at the end of the block."""
         if self._active:
             self._active = False
             current().remove_hook(self)
@@ -249,11 +249,11 @@ class Capture(OperationHook):
 
     @property
     def holds(self) -> bool:
-        """Whether buckets are sent at the end of the pass, see `OperationHook`."""
+        """True if buckets are sent at the end of the pass, see `OperationHook`."""
         return self._active and self._hold
 
     def ready(self, param: torch.Tensor) -> None:
-        """Record a ready gradient, see `OperationHook`. A reducer's call comes first; repeats are ignored."""
+        """Record a ready gradient, see `OperationHook`. Only the first call counts: a reducer's, if any."""
         name, task = self._names.get(id(param)), torch._C._current_graph_task_id()
         if name is None or not self._active or self._tasks.get(id(param)) == task:
             return
@@ -264,7 +264,7 @@ class Capture(OperationHook):
         self._doing = module
 
     def carries(self, params: Sequence[torch.Tensor]) -> None:
-        """Note the gradients of the next operation, see `OperationHook`."""
+        """Store the gradients of the next operation, see `OperationHook`."""
         self._carried = tuple(self._names[id(param)] for param in params if id(param) in self._names)
 
     def bound(self, group: Group, issue: BoundIssue) -> BoundIssue:
@@ -415,7 +415,7 @@ class _WatchedWork(Work):
 
 
 def _ends(operation: _CapturedOperation) -> tuple[int, ...]:
-    """Return sender and receiver of a message, as ranks of the job; an unknown sender is omitted."""
+    """Return the sender and the receiver of a message, as ranks of the job; an unknown sender is omitted."""
     me, peer = operation.group.ranks[operation.group.rank], operation.peer
     if peer is None:
         return (me,)
@@ -423,7 +423,7 @@ def _ends(operation: _CapturedOperation) -> tuple[int, ...]:
 
 
 def _keys(operations: Sequence[_CapturedOperation]) -> list[str]:
-    """Return a key for each operation, equal on all its ranks: group or message pair, and index there."""
+    """Return a key for each operation, equal on all its ranks: group or pair of ranks, and index in it."""
     counts: dict[str, int] = {}
     keys = []
     for operation in operations:

@@ -1,4 +1,4 @@
-"""Compilation of a model in parts, so that its gradients become ready part by part.
+"""Compile a model in parts, so that gradients become ready part by part.
 
 A graph compiled as a whole is a single node of autograd: all its gradients become ready at its end, and
 communication cannot overlap with computation. Here Dynamo's graph of the forward pass is cut at the ends of
@@ -32,8 +32,8 @@ Cuts = tuple[str, ...]
 class GraphPart(NamedTuple):
     """A part of a graph.
 
-    `after`: modules at whose end the part begins; empty at the beginning of a graph. `parameters`: parameters
-    whose gradients become ready with the part.
+    `after`: the part begins at the end of these modules; empty at the beginning of a graph. `parameters`: the
+    gradients of these parameters become ready with the part.
     """
 
     after: Cuts
@@ -43,8 +43,8 @@ class GraphPart(NamedTuple):
 def blocks(model: nn.Module) -> list[str]:
     """Return the names of a model's repeated children: modules in its `Sequential`s and `ModuleList`s.
 
-    Nested containers are searched, but not the inside of a block. Modules without parameters are omitted;
-    containers with fewer than two other modules, too.
+    Nested containers are searched, but not the inside of a block. Omitted are modules without parameters, and
+    containers with fewer than two modules that have parameters.
     """
 
     def children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -68,7 +68,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
-    """Return the names of the modules at whose ends the graph may be cut.
+    """Return the names of modules after which the graph may be cut.
 
     Raises:
         InvalidArgument: `cuts` is neither "auto", "none" or "blocks", nor a sequence of names of the
@@ -93,9 +93,9 @@ def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
 
 
 class CompiledCall:
-    """Replacement of a model's forward pass by compiled variants, one per set of cuts, made on first use.
+    """Replaces a model's forward pass by compiled variants, one per set of cuts, made on first use.
 
-    `places`: modules at whose ends the graph may be cut. `cuts`: modules at whose ends it is cut.
+    `places`: modules after which the graph may be cut. `cuts`: modules after which the graph is cut.
     `is_auto`: measured times determine the cuts. `before`: called with the model before every forward pass,
     outside of the compiled code.
     """
@@ -139,8 +139,8 @@ class CompiledCall:
 def _forward(model: nn.Module) -> Callable[..., Any]:
     """Return the forward pass, including hooks, as a function with its own code object.
 
-    Dynamo caches compiled code by code object, up to a limit that variants and models would share. Also, it
-    does not compile torch's own code, so a `Sequential` would not be compiled.
+    Dynamo caches compiled code by code object, up to a limit; without a separate code object, variants and
+    models would share the limit. Nor does Dynamo compile torch's own code, such as `Sequential`.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -194,14 +194,14 @@ class _Backend:
             return _compiled_parts(graph, inputs, part_of, self._inner, options)
 
     def _cut(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[dict[fx.Node, int], list[GraphPart]]:
-        """Return the part of each node, and the parts; every part has gradients that become ready with it."""
+        """Return the part of each node, and the parts; with every part, some gradient becomes ready."""
         part_of: dict[fx.Node, int] = {}
         after: list[Cuts] = [()]
         active: set[str] = set()
         for node in graph.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 continue
-            if _is_item(node):  # its source may not be a tensor, and must stay in its part
+            if _is_item(node):  # the source may not be a tensor, so both stay in one part
                 part_of[node] = part_of.get(node.args[0], len(after) - 1)
                 continue
             now = self._active(graph, node)
@@ -239,7 +239,7 @@ class _Backend:
     def _first_uses(
         self, graph: fx.GraphModule, inputs: list[Any], part_of: dict[fx.Node, int]
     ) -> dict[str, int]:
-        """Return the part of each trainable parameter's first use, which the backward pass reaches last."""
+        """Return the part with the first use of each trainable parameter, which backward reaches last."""
         model = self._model()
         named = {} if model is None else {id(each): name for name, each in model.named_parameters()}
         found: dict[str, int] = {}
@@ -268,7 +268,7 @@ def _compiled_parts(
     inner: Callable[..., Any],
     options: dict[str, Any],
 ) -> fx.GraphModule:
-    """Return the graph with separately compiled parts, by torch's splitter for the buckets of DDP."""
+    """Return the graph with separately compiled parts, made by torch's splitter for DDP buckets."""
     from torch._dynamo import utils
     from torch._dynamo.backends import distributed
     from torch._guards import detect_fake_mode

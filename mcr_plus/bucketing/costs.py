@@ -1,4 +1,4 @@
-"""Cost of buckets: duration when alone, and share of the core taken from concurrent computation."""
+"""Costs of buckets: duration when alone, and share of the core taken from concurrent computation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SEARCHED: Final = 600
 
 @dataclass(frozen=True)
 class BucketCurve:
-    """Seconds of an operation and its share of the core as functions of its bytes, linear between points.
+    """Duration and core share of an operation as functions of its bytes, linear between points.
 
-    Beyond the largest size, the time grows with the slope of the last two points; below the smallest size, it
-    is constant.
+    Above the largest size, the time continues with the slope of the last two points; below the smallest size,
+    it is constant.
     """
 
     sizes: Floats
@@ -34,7 +34,7 @@ class BucketCurve:
 
     @classmethod
     def through(cls, points: Mapping[int, tuple[float, float]]) -> BucketCurve:
-        """Return the curve through (seconds, share) by bytes; seconds are made non-decreasing."""
+        """Return the curve through points {bytes: (seconds, share)}, with seconds made non-decreasing."""
         sizes = np.array(sorted(points), np.float64)
         seconds, shares = (np.array([points[int(size)][part] for size in sizes]) for part in (0, 1))
         return cls(sizes, np.maximum.accumulate(seconds), np.clip(shares, 0.0, 1.0))
@@ -50,7 +50,7 @@ class BucketCurve:
         return found
 
     def losses(self, nbytes: Ints | Floats) -> Floats:
-        """Return the shares of the core of operations of these sizes."""
+        """Return the core shares of operations of these sizes."""
         found: Floats = np.interp(nbytes, self.sizes, self.shares)
         return found
 
@@ -58,12 +58,12 @@ class BucketCurve:
 def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[BucketCurve], overhead: float) -> Prices:
     """Return the prices of all buckets of consecutive gradients with these sizes, for each curve.
 
-    In a bucket, every gradient begins at a multiple of `alignment` bytes.
+    In a bucket, every gradient is aligned to `alignment` bytes.
     """
     count = len(nbytes)
     own = np.array(nbytes, np.int64)
     ends = np.concatenate([[0], np.cumsum(-(-own // alignment) * alignment)])
-    last = np.concatenate([[0], own - np.diff(ends)])  # the last gradient needs no padding behind it
+    last = np.concatenate([[0], own - np.diff(ends)])  # no padding after the last gradient
     sizes = np.maximum(ends[None, :] + last[None, :] - ends[:, None], 0)
     later = np.arange(count + 1)[None, :] > np.arange(count + 1)[:, None]
     seconds = np.stack([np.where(later, curve.times(sizes), np.inf) for curve in curves])
@@ -74,8 +74,8 @@ def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[BucketCurve],
 def groups(sizes: Sequence[int], most: int = SEARCHED, starts: Sequence[int] = ()) -> list[int]:
     """Return the ends of groups of neighbouring gradients that a search keeps together.
 
-    Up to `most` gradients form groups of one; if there are more, small neighbours share a group. No group
-    extends across an index in `starts`.
+    Up to `most` gradients form groups of one gradient each; with more gradients, small neighbours share a
+    group. No group extends across an index in `starts`.
     """
     least = 2 * sum(sizes) / most if len(sizes) > most else 0.0
     fixed, held = {*starts, len(sizes)}, 0

@@ -1,4 +1,4 @@
-"""`mcr.compile(model, cuts="auto")`: measure the costs of cuts, search the best cuts, try them in the job.
+"""`mcr.compile(model, cuts="auto")`: measure the cost of cuts, search for the best ones, and try them.
 
 Passes of a job, counted from the one after the first:
 
@@ -6,13 +6,13 @@ Passes of a job, counted from the one after the first:
     1 … 3       the whole graph, captured
     4           cut at every block; the parts are compiled
     5 … 7       cut at every block, captured
-    8 …         the candidates take turns, three passes each, not counting the first pass of a turn
+    8 …         the candidates alternate, three counted passes each; the first pass of a turn is not counted
 
-The candidates are the whole graph and the graph cut at every block, both with buckets by size; and with
-`fuse: {plan: auto}` the best cuts and buckets by an exact search. For this search, captured passes send their
-buckets at the end, as in `auto_plan`, and the cost of a cut is the additional computation time with all cuts
-divided by their number. The fastest candidate, by the slowest rank's times, is kept; it must beat
-the whole graph by a margin.
+The candidates are the whole graph and the graph cut at every block, both with buckets by size. With `fuse:
+{plan: auto}`, a third candidate has the best cuts and buckets from an exact search. For this search, captured
+passes send their buckets at the end, as in `auto_plan`. The cost of a cut is the additional computation time
+with all cuts, divided by the number of cuts. The candidate with the shortest time on the slowest rank is
+kept; it must beat the whole graph by a margin.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from mcr_plus.job.init import current
 
 _log = logging.getLogger("mcr_plus")
 _PLACES: Final = 24  # maximum number of places in a search; if there are more, evenly spread ones
-_SEARCHED: Final = 200  # maximum number of gradients; beyond, small neighbours in a part stay together
+_SEARCHED: Final = 200  # maximum number of gradients; with more, small neighbours in a part stay together
 _NAMES: Final = {"whole": "uncut, by size", "blocks": "cut at every block, by size", "searched": "searched"}
 
 Plan = list[tuple[tuple[int, ...], Choice]]
@@ -56,7 +56,7 @@ Plan = list[tuple[tuple[int, ...], Choice]]
 
 
 class Candidate(NamedTuple):
-    """A candidate of the trial: cuts, and their buckets."""
+    """A candidate of the trial: cuts and buckets."""
 
     name: str
     cuts: Cuts
@@ -67,7 +67,7 @@ class Stretch(NamedTuple):
     """Gradients between two places at which a graph may be cut.
 
     `after`: modules at the preceding place, in the order of the forward pass; empty at the beginning of a
-    graph, where parts end in any case. `gradients`: their number.
+    graph, where a part ends in any case. `gradients`: number of gradients.
     """
 
     after: Cuts
@@ -76,7 +76,7 @@ class Stretch(NamedTuple):
 
 @dataclass(eq=False)
 class CutPlan(AutoPlan):
-    """Choice of cuts of a compiled model, and of its buckets; replaces `AutoPlan`.
+    """Chooses the cuts and the buckets of a compiled model; replaces `AutoPlan`.
 
     Args:
         call: the compiled model, which can be cut at its `places`. curves: empty without a search.
@@ -92,7 +92,7 @@ class CutPlan(AutoPlan):
 
     @property
     def is_of_cuts(self) -> bool:
-        """Whether cuts of a compiled model are tried: always."""
+        """True: cuts of a compiled model are tried."""
         return True
 
     @property
@@ -130,7 +130,7 @@ class CutPlan(AutoPlan):
         return self._end()
 
     def _least_time(self) -> float:
-        """Return the minimal computation time over captured passes (noise only adds), maximal over ranks."""
+        """Return the minimum computation time over captured passes (noise adds time), maximum over ranks."""
         least = torch.tensor(
             [min(each.computed - each.began for each in self._captured)], dtype=torch.float64, device="cpu"
         )
@@ -148,7 +148,7 @@ class CutPlan(AutoPlan):
     # -- planning ---------------------------------------------------------------------------------
 
     def _begin(self, order: Sequence[int]) -> ExecutablePlan | None:
-        """Search candidates for the captured times, and begin their trial."""
+        """Search for candidates with the captured times, and begin the trial."""
         order = self.comm.broadcast_object(list(order), self.comm.ranks[0])
         whole, cut = self._whole, self._agreed(order)
         assert whole is not None
@@ -181,7 +181,7 @@ class CutPlan(AutoPlan):
         return self._use(self._tried(0))
 
     def _found(self, whole: Captured, cut: Captured) -> list[Candidate]:
-        """Return the candidates, on the first rank; stores their predicted times in the report."""
+        """Return the candidates, on the first rank, and store their predicted times in the report."""
         by_part, stretches = self._in_parts(cut)
         places = tuple(name for stretch in stretches[1:] for name in stretch.after)
         candidates = [Candidate("whole", (), self._sized(whole.order))]
@@ -260,7 +260,7 @@ class CutPlan(AutoPlan):
     def _foretell_cuts(
         self, free: Captured, starts: Sequence[int], costs: Sequence[float], chosen: Sequence[int], plan: Plan
     ) -> None:
-        """Store the predicted times with and without cuts; `free`: times with all cuts at no cost."""
+        """Store the predicted times with and without cuts. `free`: ready times if all cuts were free."""
         count = len(free.order)
         for key, cuts, buckets in (
             ("foretold_ms", chosen, plan),

@@ -1,14 +1,14 @@
-"""Best positions to cut a compiled graph, jointly with the best buckets: an extension of `search`.
+"""Search for the best cuts of a compiled graph jointly with the best buckets: an extension of `search`.
 
     found = search_cuts(ready, compute, prices, positions, costs)
     found.cuts          # [index in positions, …]
     found.buckets       # [(begin, end, choice), …]
 
-All gradients of a part become ready at its end, when the last one is computed. A cut between two
-parts delays all later computation by its cost, the loss of fusion across it. A state of the search is the
-number of gradients sent and the end of the part that contains the last of them; its labels (F, D) are like
-those of `search`. A bucket that ends in another part than its predecessor pays for the cut at the end of the
-predecessor's part. A cut inside a bucket makes no gradient ready earlier, and is never taken.
+All gradients of a part become ready at the end of the part. A cut between two parts delays all later
+computation by the cost of the cut, which is the loss of fusion. A state of the search is the number of sent
+gradients, and the end of the part that contains the last of them. States have labels (F, D) as in `search`. A
+bucket that ends in another part than the previous bucket pays for the cut at the end of the previous bucket's
+part. A cut inside a bucket makes no gradient ready earlier, and is never chosen.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NONE: Final = -1
 
 @dataclass(frozen=True)
 class FoundCuts(FoundPlan):
-    """The best plan, and its `cuts`: ascending indices into the given positions.
+    """The best plan, and its `cuts`: ascending indices into `positions`.
 
-    `bound` holds for every choice of cuts, even at no cost.
+    `bound` holds for every choice of cuts, even if cuts cost nothing.
     """
 
     cuts: tuple[int, ...] = ()
@@ -50,11 +50,11 @@ def search_cuts(
     """Return the cuts and buckets with the earliest end of the step.
 
     Args:
-        ready: ready time of each gradient in seconds, if the graph is cut at all positions at no cost;
-            ascending. compute: total seconds of computation, without cuts.
+        ready: ready time of each gradient in seconds, ascending, if the graph is cut at all positions at no
+            cost. compute: total seconds of computation, without cuts.
         prices: prices of all buckets and choices. positions: number of gradients that become ready before
             each possible cut, strictly ascending, from 1 to the number of gradients - 1. costs: non-negative
-            seconds of each cut. labels: most labels kept for a state.
+            seconds of each cut. labels: maximum number of labels kept for a state.
 
     Raises:
         ValueError: `ready` or `positions` is not ascending, a position or a cost is out of range, or an
@@ -97,7 +97,7 @@ def prepare() -> None:
 def _traced(
     came: NDArray[np.int64], part: int, label: int
 ) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
-    """Return the buckets and cuts that led to a label of the last gradient."""
+    """Trace back the buckets and cuts that led to a label of the last gradient."""
     buckets, cuts, end = list[tuple[int, int, int]](), list[int](), len(came) - 1
     while end:
         begin, before, at, choice = (int(each) for each in came[end, part, label])
@@ -112,10 +112,10 @@ def _traced(
 def _labels(  # type: ignore[no-untyped-def]
     ready, seconds, shares, overhead, ends, costs, weights, after, late, upper, most
 ):
-    """Return the labels (F, D) for each gradient as the last one sent, and each part that may contain it.
+    """Return the labels (F, D) of each state: the last sent gradient, and the end of its part.
 
-    Also returns the bucket that led to each label: (begin, part there, label there, choice). Labels that
-    cannot end by `upper` are dropped, as in `search`.
+    Also returns the bucket that led to each label: (begin, part at begin, label at begin, choice). Labels
+    that cannot end by `upper` are dropped, as in `search`.
     """
     choices, count, parts = len(seconds), len(ready), len(ends)
     free = np.full((count + 1, parts, most), np.inf)
@@ -158,7 +158,7 @@ def _labels(  # type: ignore[no-untyped-def]
             dropped = min(dropped, least)
             for label, at in enumerate(kept):
                 free[j, part, label], delay[j, part, label] = frees[at], delays[at]
-                # Not as arrays, whose assignment takes seconds to compile.
+                # Not as arrays: array assignments take seconds to compile.
                 came[j, part, label, 0], came[j, part, label, 1] = origins[at, 0], origins[at, 1]
                 came[j, part, label, 2], came[j, part, label, 3] = origins[at, 2], origins[at, 3]
             known[j, part] = len(kept)

@@ -1,9 +1,9 @@
 """Discrete-event simulation of a step: computing ranks, queues of operations, and shared links.
 
-All arrays contain representatives, see `network`: a rank, queue or link stands for all equivalent ones.
-Times are in seconds. The next event is the end of an operation or of a rank's computation; all other events
-follow from these. Both are in one indexed heap, so a step of E events takes O(E log E). When an operation
-begins or ends, rates are recomputed only for operations connected with it by links.
+Arrays contain one representative of equivalent ranks, queues or links, see `network`. Times are in seconds.
+The next event is the end of an operation or of a rank's computation; all other events follow from these. One
+indexed heap contains both kinds, so a step of E events takes O(E log E). When an operation begins or ends,
+rates are recomputed only for operations that share links with it, directly or indirectly.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CLOSE: Final = 1e-12  # relative tolerance of equal rates
 class Programs(NamedTuple):
     """Concatenated events of programs; program p has the events `begins[p]` to `begins[p + 1]`.
 
-    `code`: kind of the event. `value`: seconds of computation. `slot`, `number`: the operation to issue or to
-    wait for: index of its queue among the rank's queues, and number in the queue.
+    `code`: kind of the event. `value`: seconds of computation. `slot`, `number`: the operation to issue or
+    wait for, as the index of a queue of the rank, and the number in the queue.
     """
 
     begins: Ints
@@ -46,11 +46,12 @@ class Programs(NamedTuple):
 class Queues(NamedTuple):
     """Concatenated operations of queues; queue q has the operations `begins[q]` to `begins[q + 1]`.
 
-    `seconds`: duration when alone; `share`: share of a core meanwhile; `busy[:, class]`: used fraction of
-    links; `flow`: bytes per second of a message; `turn`: seconds of a message. Members of queue q, from
-    `members[q]` on: `rank`, and the rank's `slot` for the queue. `by_caller`: operations begin only when the
-    program of each rank issues, waits or has a gradient ready. `connection`: equal for queues whose messages
-    share connections in order, including messages of issued operations that wait in the queue.
+    `seconds`: duration when alone; `share`: share of a core during the operation; `busy[:, class]`: used
+    fraction of links; `flow`: bytes per second of a message; `turn`: seconds of a message. Members of queue
+    q, from `members[q]` on: `rank`, and the rank's `slot` for the queue. `by_caller`: operations begin only
+    when each rank's program issues an operation, waits, or has a gradient ready. `connection`: equal for
+    queues that share connections; a connection sends messages in order, including messages of issued
+    operations that wait in the queue.
     """
 
     begins: Ints
@@ -67,7 +68,7 @@ class Queues(NamedTuple):
 
 
 class LinkShares(NamedTuple):
-    """Sharing of links: an entry is the use of one link by one queue.
+    """Shared links: an entry is the use of one link by one queue.
 
     Entries of queue q begin at `of_queue[q]`. `by_link` contains the indices of entries by link; entries of a
     link begin at `of_link[link]`. `times`: number of equivalent queues on the link.
@@ -85,7 +86,7 @@ class LinkShares(NamedTuple):
 class Ran(NamedTuple):
     """Result of a simulation. `starts`, `ends`: times of operations, NaN if they never ran.
 
-    `cause`: last rank to arrive and its event; -1 if the preceding operation delayed it.
+    `cause`: last rank to arrive, and its event; -1 if the preceding operation caused the delay.
     `when[rank, event]`: end of an event, NaN if it was never reached. `blocked[rank, event]`: True if the
     event waited.
     """
@@ -156,7 +157,7 @@ def _set(keys, heap, place, item, key):  # type: ignore[no-untyped-def]
 
 @linked
 def _lowest_level(flow, speed, free, slope):  # type: ignore[no-untyped-def]
-    """Return the bytes per second at which the next operation reaches full speed or the next link is full."""
+    """Return the lowest bytes per second at which an operation reaches full speed or a link is full."""
     level = np.inf
     for i in range(len(flow)):
         if speed[i] < 0.0:
@@ -194,9 +195,9 @@ def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def
     """Compute max-min fair speeds by progressive filling (Bertsekas, Gallager 1992, section 6.5.2).
 
     Messages of all operations get the same bytes per second until one reaches full speed or a link is full;
-    then the other rates continue to grow. At full speed, operation i needs the fraction `need[k]` of
-    `link[k]`, k from `begins[i]` to `begins[i + 1]`, and has `flow[i]` bytes per second. `speed`: the result,
-    0 to 1.
+    then the other rates continue to grow. At full speed, operation i sends `flow[i]` bytes per second, and
+    needs the fraction `need[k]` of `link[k]`, k from `begins[i]` to `begins[i + 1]`. `speed`: the result, 0
+    to 1.
     """
     free, slope = np.ones(links), np.zeros(links)
     waiting = 0
@@ -216,7 +217,7 @@ def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def
 
 @linked
 def _issued_turns(queues, issued, head, q):  # type: ignore[no-untyped-def]
-    """Return the seconds of one message of each operation in flight, i.e. issued by all members."""
+    """Return the duration of one message of each operation in flight, i.e. issued by all members."""
     until = len(queues.seconds)
     for m in range(queues.members[q], queues.members[q + 1]):
         until = min(until, issued[queues.rank[m], queues.slot[m]])
@@ -232,9 +233,9 @@ def _share_connections(  # type: ignore[no-untyped-def]
 ):
     """Change the `flow` of the running queues `found` so that equal levels mean equal rates of connections.
 
-    A connection sends messages in the order of posting, and every operation in flight has one
-    message there. So operations progress in proportion to the seconds of their messages (round robin of
-    messages). `turns`, `most`: by connection, all 0 before and after.
+    A connection sends messages in the order of posting, and every operation in flight has one message on it.
+    So operations progress in proportion to the duration of their messages (round robin of messages). `turns`,
+    `most`: scratch arrays by connection, all 0 before and after.
     """
     own = np.zeros(len(found))
     for i in range(len(found)):
@@ -253,7 +254,7 @@ def _share_connections(  # type: ignore[no-untyped-def]
 
 @compiled
 def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untyped-def] # noqa: C901
-    # One function: numba counts references to every array argument, and its parts share about forty arrays.
+    # One function: numba counts references to array arguments, and its parts share about forty arrays.
     ranks, slots = queue_of.shape
     count = len(queues.begins) - 1
     links = len(shares.of_link) - 1

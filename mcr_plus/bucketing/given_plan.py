@@ -1,4 +1,4 @@
-"""Buckets fixed before training begins: from a file, or from a trial in `mcr.state_dict`."""
+"""Use buckets fixed before training begins: from a file, or from a trial saved by `mcr.state_dict`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) -> SavedPlan | None:
     """Return the plan for these parameters from a file, or else from the group's loaded state; collective.
 
-    None if the loaded state has no plan for this job.
+    Returns None if the loaded state has no plan for this job.
 
     Raises:
         ConfigError: the file cannot be read, or the job does not match its plan; the text has the first
@@ -50,7 +50,7 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
         data = current().restored.get(group, {}).get(STATE, {}).get(job.model) if comm.rank == 0 else None
         of_state = None if data is None else SavedPlan.model_validate(data)
         if of_state is not None and of_state.difference(**job._asdict()) is not None:
-            data = None  # other ranks or nodes: plan again
+            data = None  # different ranks or nodes: plan again
         if of_state is not None and not _allowed(comm).issuperset(of_state.codecs):
             data = None
         data = comm.broadcast_object(data, comm.ranks[0])
@@ -77,7 +77,7 @@ def warn_of_parts(bucket: SavedBucket, parts: int) -> None:
 
 
 def report(plan: str | TableRef, buckets: list[list[str]], choices: Sequence[Choice]) -> None:
-    """Set the result of `mcr.plan_report` to the buckets in use, by names of parameters."""
+    """Make `mcr.plan_report` return the buckets in use, by names of parameters."""
     source = "file" if isinstance(plan, TableRef) else "state"
     current().attached[REPORT] = {"plan": source, "buckets": buckets, **named_choices(choices)}
 
@@ -104,7 +104,7 @@ def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]
 
 
 class _JobProperties(NamedTuple):
-    """Properties of a job that must match a plan; see `SavedPlan.difference`."""
+    """Properties of a job that must match a plan, see `SavedPlan.difference`."""
 
     model: str
     names: Sequence[str]

@@ -1,4 +1,4 @@
-"""Incremental reading of large JSON documents, one element of a top-level list at a time.
+"""Read large JSON documents incrementally, one element of a top-level list at a time.
 
     for key, value, byte in members(path, {"traceEvents"}):
         Place(path, byte, "event").fields(value, {"dur": NUMBER})
@@ -31,7 +31,7 @@ _HALF: Final = re.compile("[\ud800-\udfff]")
 
 
 class FieldForm(NamedTuple):
-    """Valid values of a field: a description, and a test."""
+    """Valid values of a field, as a description and a test."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -65,7 +65,7 @@ TEXTS: Final = FieldForm(
 
 
 class FilePlace(NamedTuple):
-    """Location of an object in a file, for error texts: its first byte, its kind, and its name, if any."""
+    """Location of an object in a file, for error texts: first byte, kind, and name if it has one."""
 
     path: Path
     byte: int
@@ -147,7 +147,7 @@ def _members(reader: _Reader, lists: Collection[str]) -> Iterator[tuple[str, Any
 
 @contextmanager
 def _open(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file; with O_NONBLOCK, since opening a FIFO without a writer would block."""
+    """Open a regular file. O_NONBLOCK, because opening a FIFO without a writer would block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
@@ -205,7 +205,7 @@ class _Reader:
         return bool(chunk)
 
     def peek(self) -> str:
-        """Return the next character that is not a space, without consuming it."""
+        """Return the next non-space character without consuming it."""
         while True:
             while self._at < len(self._text):
                 if self._text[self._at] not in _SPACE:
@@ -241,7 +241,7 @@ class _Reader:
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # An error before the end of the text remains an error after further reading.
+                # Reading more text cannot correct an error before the end of the text.
                 is_cut = "Unterminated" in error.msg or error.pos >= len(self._text.rstrip()) - 1
                 if self._ended or (error.pos < len(self._text) - 16 and not is_cut):
                     if is_cut:

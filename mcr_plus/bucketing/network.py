@@ -1,29 +1,29 @@
-"""Simulation of a step on many ranks: operations in queues, over shared links.
+"""Simulate a step on many ranks: operations in queues, over shared links.
 
     timeline = simulate(step, plan, costs, ranks=4096)
     timeline.step_s, timeline.bound, timeline.exposed
 
 The model:
 
-- A rank repeats the captured computation, at the rate 1 - the core shares of its operations in flight.
+- A rank repeats the captured computation, at the rate 1 minus the core shares of its operations in flight.
 - Each group has a queue for each library, in which operations run one after another. An operation begins when
-  all ranks of the group have arrived: each has issued it, and its predecessor has ended. If the
-  program drives progress (`by_caller`) of a library that must be polled, a rank arrives when the program
+  all ranks of the group have arrived: each has issued the operation, and the previous operation has ended. If
+  the program drives progress (`by_caller`) of a library that must be polled, a rank arrives when the program
   next issues, waits, or has a gradient ready.
 - An operation alone takes the time in `ClusterCosts`, and uses a fraction of the rate of each of its links.
   Operations on an overloaded link are slowed down so that their messages have equal rates. If a link's rate
-  is unknown, an operation is assumed to use all of it, and so are operations of the same ranks by other
-      libraries.
+  is unknown, an operation is assumed to use the whole link, and so are operations of the same ranks by other
+  libraries.
 - MPI sends all messages between two ranks over one connection, in the order of posting, and
-  every issued operation has one message there. So an operation waits for a message of each operation that
-  its ranks have in flight: it gets the part of the rate that its message has of the messages in flight.
+  every issued operation has one message on it. So an operation waits for one message of every other operation
+  in flight on its ranks, and its part of the rate is the part of its message in all messages in flight.
 
 Additional ranks are copies of the captured ranks (data parallelism): groups of all captured ranks, and groups
 that carry gradients, extend over all copies; other groups exist once per copy. The bytes of operations stay
 the same.
 
-Equivalent ranks, queues and links are simulated once. They are found by the coarsest equitable partition
-(colour refinement), so the times equal those of a simulation of all ranks.
+Equivalent ranks, queues and links are simulated once. Equivalence is computed by the coarsest equitable
+partition (colour refinement), so the times equal those of a simulation of all ranks.
 """
 
 from __future__ import annotations
@@ -76,14 +76,13 @@ def simulate(
     Args:
         plan: None for the captured operations. costs: costs of operations, with their topology. topology:
             replaces the topology of `costs`. ranks: None for the captured number. overhead: seconds of
-                computation to
-                issue an operation. fold: simulate equivalent ranks only once.
+            computation to issue an operation. fold: simulate equivalent ranks only once.
 
     Raises:
         InvalidArgument: more ranks than the topology has; a number of ranks that is not a multiple of the
-            captured number although ranks differ or form several groups; an operation in a group without the
-            issuing rank, or whose ranks issue different operations; a plan with gradients that the step does
-            not have; negative times; a deadlock.
+            captured number although ranks differ or form several groups; an operation in a group that does
+            not contain the issuing rank; different operations of a group's ranks; a plan with gradients that
+            the step does not have; negative times; a deadlock.
         Unsupported: the cost of an operation is unknown.
     """
     if topology is not None and topology is not costs.topology:
@@ -141,7 +140,7 @@ class _Simulation:
     # -- queues -------------------------------------------------------------------------------------------
 
     def _make_queues(self) -> None:
-        """Number the queues of all ranks; sets `queue_of[rank, slot]`."""
+        """Number the queues of all ranks, and set `queue_of[rank, slot]`."""
         captured, world = self.step.ranks, self.world
         slots = max((len(program.slots) for program in self.programs), default=0)
         self.queue_of = np.full((world, max(slots, 1)), -1, np.int64)
@@ -190,8 +189,8 @@ class _Simulation:
     def _make_links(self) -> None:
         """Set the costs of operations, and (queue, link, class) for links shared by several queues.
 
-        An operation alone uses all of a link of unknown rate, so the libraries of a group share one such
-        link.
+        An operation that runs alone is assumed to use all of a link of unknown rate, so the libraries of a
+        group share one such link.
         """
         topology = self.costs.topology
         self.uses: list[list[Use]] = []
@@ -222,7 +221,7 @@ class _Simulation:
         self.entries = self.entries[counts[inverse.reshape(-1)] > 1]  # a queue alone cannot fill its links
 
     def _owner(self, index: int, ranks: Ints) -> Ints:
-        """Return the owner of each rank's link: the rank, its node or its rack."""
+        """Return the owner of each rank's link: the rank, the node or the rack."""
         topology = self.costs.topology
         nodes = ranks // topology.ranks_per_node
         if CLASSES[index] == "uplink":
@@ -264,7 +263,7 @@ class _Simulation:
         link = _numbers(kinds.tolist())
         who, slot = np.nonzero(self.queue_of >= 0)
         of = self.queue_of[who, slot]
-        # Refine until no colour splits: equal colours then have equal neighbours, so their times are equal.
+        # Refine until no colour splits. Equal colours then have equal neighbours, and therefore equal times.
         before = -1
         while True:
             distinct = len(np.unique(rank)) + len(np.unique(queue)) + len(np.unique(link))
@@ -302,7 +301,7 @@ class _Simulation:
         return course.timeline()
 
     def _members(self, queues: Ints, rank_at: Ints) -> list[tuple[Ints, Ints]]:
-        """Return the distinct members of each queue: representatives of ranks, and their slots."""
+        """Return the distinct members of each queue: representative ranks, and their slots."""
         order = np.argsort(self.queue_of, axis=None, kind="stable")
         values = self.queue_of.reshape(-1)[order]
         lo, hi = np.searchsorted(values, queues), np.searchsorted(values, queues, side="right")
@@ -332,7 +331,7 @@ class _Simulation:
         )
 
     def _connections(self, queues: Ints) -> Ints:
-        """Number the connections of queues; queues of the same ranks share them if their library does."""
+        """Number the connections of queues; queues of the same ranks share one if their library does so."""
         alike: dict[object, int] = {}
         keys = [
             tuple(self.groups[at]) if shares_connections(self.library[at]) else int(at)
@@ -345,7 +344,7 @@ class _Simulation:
         return self.step.by_caller and is_polled(library)
 
     def _shares(self, queues: Ints, queue_at: Ints, link_rep: Ints, links: Ints) -> LinkShares:
-        """Return the entries of representative links: representative queues with their multiplicity."""
+        """Return the entries of representative links: representative queues, each with its multiplicity."""
         link_at = np.searchsorted(links, self.entries[:, 1])
         kept = link_rep[link_at] == link_at if len(links) else np.zeros(0, np.bool_)
         reps, dense = np.unique(link_at[kept], return_inverse=True)
@@ -406,7 +405,7 @@ def _known(kind: str) -> str:
 
 
 def _likeness(program: CapturedProgram) -> tuple[object, ...]:
-    """Return a key that is equal for equivalent programs: all fields except the groups."""
+    """Return a key that equivalent programs share: all fields except the groups."""
     return tuple(program.code), tuple(program.value), tuple(program.slot), tuple(program.number)
 
 
@@ -415,7 +414,7 @@ def _numbers(values: Sequence[int]) -> _Words:
 
 
 def _mixed(values: _Words) -> _Words:
-    """Return hashed words of 64 bits, whose sums identify multisets: Steele, Lea, Flood 2014 (SplitMix)."""
+    """Return hashed 64-bit words, whose sums identify multisets (SplitMix; Steele, Lea, Flood 2014)."""
     found = values.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         found = (found ^ (found >> np.uint64(shift))) * np.uint64(factor)

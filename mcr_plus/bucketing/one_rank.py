@@ -1,4 +1,4 @@
-"""Extension of one rank's trace to the step of a whole job, whose other ranks are assumed to do the same."""
+"""Extend one rank's trace to the step of a whole job; the other ranks are assumed to do the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Group = tuple[int, ...]
 
 
 def ranks_of_job(trace: Trace, given: int | None, notes: Notes) -> int:
-    """Return the number of ranks of a job from its only trace, or from `given`.
+    """Return the number of ranks of a job, from its only trace or from `given`.
 
     `given`: the value of `--ranks`. Raises `ConfigError` if there are operations between ranks, and neither
     the trace nor `given` has the number of ranks.
@@ -46,9 +46,9 @@ def ranks_of_job(trace: Trace, given: int | None, notes: Notes) -> int:
 
 
 def of_all(step: CapturedStep, trace: Trace, world: int) -> CapturedStep:
-    """Return the step of a job of `world` ranks from the step of one rank, as `CapturedStep.merged` does.
+    """Return the step of a job of `world` ranks, merged like `CapturedStep.merged` from the step of one rank.
 
-    Groups of some ranks are repeated over the other ranks: with (0, 2) also (1, 3), (4, 6), (5, 7). Raises
+    Groups of some ranks are repeated over the other ranks: (0, 2) also gives (1, 3), (4, 6), (5, 7). Raises
     `ConfigError` for groups that cannot be repeated.
     """
     (role,) = step.roles
@@ -88,13 +88,13 @@ def of_all(step: CapturedStep, trace: Trace, world: int) -> CapturedStep:
 
 
 def _least_ranks(operation: TracedOperation) -> int:
-    """Return the least number of ranks of an operation by its arguments; 0 if they do not tell."""
+    """Return the minimum number of ranks of an operation, from its arguments; 0 if unknown."""
     ranks = operation.get("Process Group Ranks")
     return max(operation.get("Group size") or 0, max(ranks) + 1 if ranks else 0)
 
 
 def _repeated(group: _Group, rank: int, trace: Trace, world: int) -> _Group:
-    """Return the group of another rank that corresponds to `group`."""
+    """Return the group that corresponds to `group` on another rank."""
     size, first = len(group), min(group)
     if size in (1, world):
         return (rank,) if size == 1 else group

@@ -1,9 +1,9 @@
-"""Measurement of the cost of bucket all_reduces within the job, with and without computation.
+"""Measure the cost of bucket all_reduces within the job, with and without computation.
 
-A step sends its buckets closely behind each other. So small operations are measured in trains, several in
-flight together; the time of an operation is the time of the train divided by its length. Measured alone, an
-operation would look too fast: buffers and the burst of a traffic shaper take the first few hundred KiB faster
-than the link.
+A step sends its buckets one right after another. So small operations are measured in trains, several in
+flight together; the time of an operation is the time of the train divided by the number of operations. A
+single operation would look too fast, because buffers and the burst of a traffic shaper accept the first few
+hundred KiB faster than the link.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _FACTOR: Final = 8
 _SECONDS: Final = 2.0  # time limit of all measurements together
 _MOST: Final = 9  # maximum number of repetitions of a size
 _FIRST: Final = 2  # operations before a measurement
-_PARTS: Final = 4.2  # duration of a measurement in trains: alone, computation, and both together
+_PARTS: Final = 4.2  # duration of a measurement, in trains: train alone, computation alone, and both together
 _TRAIN: Final = 2 << 20  # bytes of a train
 _LONGEST: Final = 8  # maximum number of operations in a train
-_EDGE: Final = 160  # size of the square matrices multiplied meanwhile: about a tenth of a millisecond
+_EDGE: Final = 160  # size of the square matrices multiplied as computation: about 0.1 ms each
 
 
 def probe(
@@ -48,7 +48,7 @@ def probe(
 ) -> dict[str | None, BucketCurve]:
     """Return the curves of all_reduces up to `nbytes` bytes by library, equal on all ranks; collective.
 
-    A time is the median over repetitions, the maximum over ranks. The measurement takes about two seconds in
+    Times are medians over repetitions, and maxima over ranks. The measurement takes about two seconds in
     total, divided among libraries and sizes; sizes that do not fit into this time are omitted. Libraries that
     cannot run the operation are omitted, too.
     """
@@ -89,7 +89,7 @@ def probe(
 
 
 def _expected(points: Mapping[int, tuple[float, float]], size: int) -> float:
-    """Return the expected seconds of an operation beyond the measured sizes; an upper bound for one point."""
+    """Return the expected seconds of a larger operation than measured; with one point, an upper bound."""
     if len(points) == 1:
         ((known, (seconds, _)),) = points.items()
         return seconds * size / known
@@ -118,7 +118,7 @@ def _time_of(train: Sequence[Callable[[], Work]], meanwhile: Callable[[], object
 
 
 def _measured(comm: Communicator, train: Sequence[Callable[[], Work]], repeats: int) -> tuple[float, float]:
-    """Return the seconds of an operation in a train, and its share of the core."""
+    """Return the duration of an operation in a train, and its share of the core."""
     whole = _slowest(comm, [median(_time_of(train) for _ in range(repeats))])[0]
     left, right = torch.ones(_EDGE, _EDGE, device="cpu"), torch.ones(_EDGE, _EDGE, device="cpu")
 

@@ -1,4 +1,4 @@
-"""Programs of captured ranks, with gradients sent according to a plan: the input of `network`."""
+"""Build the programs of captured ranks, with gradients sent according to a plan: the input of `network`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class PlannedBucket(NamedTuple):
-    """Gradients sent as one operation, by the names of their parameters; with library and codec."""
+    """Gradients sent as one operation, by names of parameters, with library and codec."""
 
     params: tuple[str, ...]
     library: str = CAPTURED
@@ -31,7 +31,7 @@ class PlannedBucket(NamedTuple):
 class BucketPlan:
     """Buckets, and the library of other operations.
 
-    `buckets`: in the order of sending; they replace the captured operations that carry gradients. None keeps
+    `buckets`: in the order of sending, instead of the captured operations that carry gradients; None keeps
     the captured operations. `library`: library of all other operations.
     """
 
@@ -74,7 +74,7 @@ class CapturedProgram:
         self.number.append(number)
 
     def issue(self, slot: CapturedQueue, sent: ProgramOperation) -> tuple[int, int]:
-        """Append an operation; returns the index of its queue in the rank's queues, and its number there."""
+        """Append an operation; returns the index of its queue on the rank, and its number in the queue."""
         if slot not in self.slots:
             self.slots.append(slot)
             self.sent.append([])
@@ -88,7 +88,8 @@ class CapturedProgram:
 class ProgramBuilder:
     """Builder of a role's program, with its gradients sent according to the plan.
 
-    `sent`: gradients that the role sends, including those ready only on other ranks. `sizes`: their bytes.
+    `sent`: gradients that the role sends, including gradients ready only on other ranks. `sizes`: bytes by
+    gradient.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class ProgramBuilder:
             self._send_next()
 
     def _send_rest(self) -> None:
-        """Send the remaining buckets at the end of backward: their gradients are not ready on these ranks."""
+        """Send the remaining buckets at the end of backward; their gradients are not ready on these ranks."""
         while len(self._sent) < len(self._buckets):
             self._send_next()
 
@@ -253,5 +254,5 @@ def joined(programs: Sequence[CapturedProgram]) -> Programs:
 
 
 def bounds_of(lengths: Sequence[int]) -> Ints:
-    """Return the begins of consecutive parts with these lengths, and the end of the last part."""
+    """Return the start offsets of consecutive parts with these lengths, and the end of the last part."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Report of `mcr-plus plan`: HTML with the timeline, the step over ranks, and the gain of changes."""
+"""Write the HTML report of `mcr-plus plan`: timeline, step time over ranks, and gains of changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcr_plus.core.units import about
 COLOURS: Final = {"measured": "#1b7837", "scaled": "#e08214", "assumed": "#b2182b"}
 _COMPUTING: Final = "#9ecae1"
 # Pictures and coloured words are made for light pages; dark pages invert them and keep the hues. Narrow pages
-# scroll wide content: labels of a picture that shrinks to 400 pixels would have a height of 4.
+# scroll wide content, because in a picture shrunk to 400 pixels, labels would be 4 pixels high.
 _STYLE: Final = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -104,7 +104,7 @@ def summary(advice: PlanAdvice) -> str:
 
 
 def costs_of(known: Timeline | Scaled) -> str:
-    """Return the origin of costs; both origins if shares of the core have a weaker origin than times."""
+    """Return the origin of costs, or two origins if core shares have a weaker origin than times."""
     return known.how if known.how == known.times_how else f"{known.how} (times {known.times_how})"
 
 
@@ -169,7 +169,7 @@ def _scaling(step: CapturedStep, advice: PlanAdvice) -> str:
     figure, axes = _figure(8, 3.2)
     ranks = [at.ranks for at in advice.scaling]
     steps = [1e3 * at.step_s for at in advice.scaling]
-    # Computation is assumed to vary as much as between the captured steps.
+    # Assume that computation varies as much as it did between the captured steps.
     band = [step.spread / 2 * 1e3 * advice.timeline.compute_s] * len(ranks)
     low = [value - part for value, part in zip(steps, band, strict=True)]
     high = [value + part for value, part in zip(steps, band, strict=True)]

@@ -1,4 +1,4 @@
-"""Files with buckets of gradients, by names of parameters, for `fuse: {plan: FILE}`.
+"""Files of bucket plans, with buckets as names of parameters, for `fuse: {plan: FILE}`.
 
     {"version": 1, "model": "0f3a…", "ranks": 8, "nodes": 2, "ranks_per_node": 4,
      "buckets": [{"params": ["head.weight", "head.bias"], "library": "gloo"}, …]}

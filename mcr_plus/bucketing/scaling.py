@@ -1,15 +1,15 @@
-"""Costs of operations on another cluster: measured times, scaled to other ranks and links, or assumed.
+"""Costs of operations on a cluster: measured, scaled from other ranks and links, or assumed.
 
     costs = Costs(from_table(table), topology)
     costs.of("all_reduce", 25 << 20, range(64), "gloo")     # Cost(seconds=0.31, share=0.2, how="scaled", …)
 
-"measured": the table, the job's probe or the captured step has a time for these ranks, at this size or
-between two sizes near it. "scaled": the time comes from other numbers of ranks or other links, by the rounds
-of the library's algorithms (`tables/scaling`), from another dtype, or from sizes far away. "assumed": only
+"measured": the table, the job's probe or the captured step has a time for these ranks, at this size or at two
+close sizes around it. "scaled": the time comes from other numbers of ranks or other links, by the rounds of
+the library's algorithms (`tables/scaling`), from another dtype, or from sizes far away. "assumed": only
 latency and bandwidth of the links are known, or part of the time was not measured, such as a codec's
 encoding.
 
-Long because measurements, their links and their scaling must agree.
+Long because measurements, links and scaling must agree.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _HOW: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")  # best first
 
 
 class Cost(NamedTuple):
-    """Seconds of an operation on its slowest rank, and its share of a core (0 to 1) meanwhile.
+    """Duration of an operation on its slowest rank, and the share of a core (0 to 1) that it takes.
 
-    `how`, `share_how`: the origins of seconds and share; an unmeasured share is 0 and "assumed".
+    `how`, `share_how`: origins of `seconds` and `share`; an unmeasured share is 0 and "assumed".
     """
 
     seconds: float
@@ -67,11 +67,11 @@ class Cost(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A cost, and the use of links by an operation that runs alone.
+    """Cost and link use of an operation that runs alone.
 
-    `busy`: used fraction (0 to 1) of the rate of the busiest link, by class; 1 for the widest class if
-    its rate is unknown. `flow`: bytes per second of one message on the most used class. `turn`: seconds of
-    one message, i.e. seconds of the operation divided by its number of rounds.
+    `busy`: used fraction (0 to 1) of the busiest link's rate, by class of links; 1 for the widest class if
+    its rate is unknown. `flow`: bytes per second of one message on the most used class. `turn`: duration of
+    one message, i.e. of the operation divided by the number of rounds.
     """
 
     cost: Cost
@@ -82,10 +82,10 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of a kind of operation by a library, on ranks with the placement `at`.
+    """Measured times of a library's operations of one kind, on ranks with the placement `at`.
 
     `curve`: microseconds over bytes, counted as in the table's key (`per_rank`: bytes of one rank).
-    `shares`: bytes, ascending, and the share of a core at each; None if not measured. `dtype`, `device`:
+    `shares`: ascending bytes, and the share of a core at each size; None if not measured. `dtype`, `device`:
     properties of the tensors; None if unspecified. `of_step`: the tensors are those of the captured step.
     `hosts`: node of each rank, numbered along the cluster; empty for consecutive nodes from the first one on.
     """
@@ -110,11 +110,11 @@ class Measured:
         return 1e-6 * self.estimate(nbytes).us
 
     def is_near(self, nbytes: float) -> bool:
-        """Return whether a measured size is near this size, or two close sizes enclose it."""
+        """Return whether a measured size is near this size, or two close measured sizes enclose this size."""
         return _is_near(self.curve.sizes, self._own(nbytes))
 
     def share(self, nbytes: float) -> tuple[float, How]:
-        """Return the share at a size, interpolated between measured sizes, and its origin."""
+        """Return the share of a core at a size, interpolated between measured sizes, and its origin."""
         if self.shares is None:
             return 0.0, "assumed"
         size = self._own(nbytes)
@@ -150,7 +150,7 @@ class Measured:
 
 
 class Like(NamedTuple):
-    """Dtype and device that the tensors share; None if unknown or mixed."""
+    """Common dtype and device of tensors; None if unknown or mixed."""
 
     dtype: str | None
     device: str | None
@@ -160,7 +160,7 @@ def from_table(table: Table) -> list[Measured]:
     """Return the measurements of a table with known ranks and nodes, separate by dtype and device.
 
     The share of the core is the exposed time of asynchronous operations divided by the time of synchronous
-    ones.
+    operations.
     """
     whole: dict[tuple[str, str, Placement, bool, Like], dict[int, float]] = {}
     exposed: dict[tuple[str, str, Placement, bool, Like], dict[int, float]] = {}
@@ -210,7 +210,7 @@ def from_probe(step: CapturedStep) -> list[Measured]:
 
 
 def from_step(step: CapturedStep, library: str = CAPTURED) -> list[Measured]:
-    """Return the durations of operations in a captured step, under the name of a library."""
+    """Return the durations of operations in a captured step, as measurements of `library`."""
     per_node, like = -(-step.ranks // step.nodes), _like_of(step)
     points: dict[tuple[str, tuple[int, ...]], dict[int, list[float]]] = {}
     for role in step.roles:
@@ -259,7 +259,7 @@ def _joined(measured: Sequence[Measured], at: Placement) -> Measured:
 
 
 def _is_near(sizes: Floats, size: float) -> bool:
-    """Return whether a size is near one of these, or between two of them that are close to each other."""
+    """Return whether a size is near one of `sizes`, or between two close sizes."""
     at = int(np.searchsorted(sizes, size))
     around = sizes[max(at - 1, 0) : at + 1]
     near = bool(np.any((around <= _NEAR * size) & (size <= _NEAR * around)))
@@ -267,9 +267,9 @@ def _is_near(sizes: Floats, size: float) -> bool:
 
 
 def _apart(points: Mapping[int, float]) -> dict[int, float]:
-    """Return the points without those that take longer than a point of almost the same size.
+    """Drop points that take longer than a point of almost the same size.
 
-    Otherwise a disturbed measurement among almost equal sizes would become a slope of the curve.
+    Otherwise, of almost equal sizes, a disturbed measurement would give the curve a false slope.
     """
     kept: dict[int, float] = {}
     for size in sorted(points):
@@ -289,8 +289,8 @@ class ClusterCosts:
     Args:
         measured: measurements. Costs are for tensors like those of the captured step if `measured`
             contains it, else for float32 on the CPU. topology: target cluster. measured_on: measured
-            cluster; None: its links equal those of `topology`. guessed: this equality is unconfirmed,
-            so times over links with a given rate are "assumed".
+            cluster; None: its links equal those of `topology`. guessed: this is a guess, so times over links
+            with a given rate are "assumed".
     """
 
     measured: Sequence[Measured]
@@ -304,7 +304,8 @@ class ClusterCosts:
         """Return the costs on another cluster, from the same measurements.
 
         Raises:
-            Unsupported: a link has another rate there, and its rate on the measured cluster is unknown.
+            Unsupported: a link has another rate on that cluster, and its rate on the measured cluster is
+                unknown.
         """
         before = self.measured_on or self.topology
         for each in self._usable:
@@ -332,7 +333,7 @@ class ClusterCosts:
         return self.use(kind, nbytes, self.topology.placement(group), library, codec).cost
 
     def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
-        """Return the cost, like `of`, for ranks with this placement, and the use of links."""
+        """Return the cost (as `of` does) and the link use for ranks with this placement."""
         key = (kind, nbytes, to, library, codec)
         if key not in self._known:
             self._known[key] = self._use(kind, nbytes, to, library, codec)
@@ -358,7 +359,7 @@ class ClusterCosts:
         return wire_bytes(codec, nbytes, self._like.dtype or "float32")
 
     def _cost(self, kind: str, nbytes: int, to: Placement, library: str) -> tuple[Cost, Rounds]:
-        """Return the cost from the best available measurement, the lowest over the library's algorithms."""
+        """Return the cost from the best available measurement; of several algorithms, the lowest cost."""
         after = self.topology.medium
         candidates = algorithms(kind, library)
         own = self._own(kind, library)
@@ -369,7 +370,7 @@ class ClusterCosts:
             how: How = {"measured": "measured", "at_least": "assumed"}.get(found.figure, "scaled")  # type: ignore[assignment]
             if how == "measured" and not here[0].is_near(nbytes):
                 how = "scaled"
-            # If a table has no asynchronous operations, the job's probe may have the shares.
+            # If a table has no asynchronous operations, take shares from the job's probe.
             shared = next((each for each in here if each.shares is not None), here[0])
             share, share_how = shared.share(nbytes)
             cost = Cost(
@@ -377,7 +378,7 @@ class ClusterCosts:
                 _weakest(how, here[0].how(self._like)), _weakest(share_how, shared.how(self._like)),
             )  # fmt: skip
             return cost, min((each(nbytes, to, after.shared) for each in candidates), key=len, default=())
-        # Else scale the closest measurement that the rounds of an algorithm explain.
+        # Otherwise scale the closest measurement that an algorithm's rounds explain.
         for each in sorted(own, key=lambda each: _far(each.at, to)):
             scaled = [
                 (seconds, algorithm)
@@ -391,7 +392,7 @@ class ClusterCosts:
                 how = "scaled" if self._is_explained(each.at, to) else "assumed"
                 cost = Cost(seconds, share, _weakest(how, like), _weakest("scaled", share_how, like))
                 return cost, best(nbytes, to, after.shared)
-        # Else assume times from latency and bandwidth of the links.
+        # Otherwise assume times from the latency and bandwidth of the links.
         known = [
             (seconds, algorithm)
             for algorithm in candidates or algorithms(kind, "")
@@ -424,9 +425,9 @@ class ClusterCosts:
         return self._placed[kind, library]
 
     def _unlike(self, each: Measured) -> tuple[int, bool]:
-        """Return a sort key: the dissimilarity of its tensors to the requested ones.
+        """Return a sort key: how much the measured tensors differ from the requested ones.
 
-        Among other dtypes, an unspecified one comes first: it is a table's rule for all other dtypes.
+        Of other dtypes, an unspecified dtype comes first: a table's rule for all other dtypes.
         """
         how = each.how(self._like)
         return _HOW.index(how), how != "measured" and each.dtype is not None
@@ -439,7 +440,7 @@ class ClusterCosts:
 
     @cached_property
     def _usable(self) -> list[Measured]:
-        """Measurements that were not made on another device."""
+        """Measurements on the requested device, or on an unspecified one."""
         devices = (None, self._like.device)
         return [each for each in self.measured if self._like.device is None or each.device in devices]
 
@@ -450,7 +451,7 @@ class ClusterCosts:
         return completed(before, after), completed(after, before)
 
     def _is_here(self, to: Placement) -> bool:
-        """Return whether ranks with this placement have the same links as the measured ranks."""
+        """Return whether ranks with this placement are connected like the measured ranks."""
         before, after = (self.measured_on or self.topology), self.topology
         return all(
             before.rate(link) == after.rate(link)
@@ -460,13 +461,13 @@ class ClusterCosts:
         )
 
     def _is_explained(self, at: Placement, to: Placement) -> bool:
-        """Return whether each link crossed by both has a known rate on both clusters, or on neither."""
+        """Return whether links crossed by both placements have known rates on both clusters or neither."""
         before, after = (self.measured_on or self.topology), self.topology
         both = set(crossed(at)) & set(crossed(to))
         return all((before.rate(link) is None) == (after.rate(link) is None) for link in both)
 
     def _scaled(self, each: Measured, algorithm: Algorithm, to: Placement, nbytes: int) -> float | None:
-        """Return the seconds by an algorithm, scaled first to other links, and then to other ranks."""
+        """Return the seconds of an algorithm, scaled first to other links and then to other ranks."""
         before, after = self._media
         at = each.at if to.racks > 1 else each.at._replace(racks=1, per_rack=each.at.ranks)
         is_as_measured = at == each.at and self._is_here(at)
@@ -485,10 +486,10 @@ def _weakest(*hows: How) -> How:
 def _relinked(
     each: Measured, before: Medium, algorithm: Algorithm, at: Placement, after: Medium
 ) -> Callable[[float], float]:
-    """Return the seconds over bytes of measured operations, scaled to the links `after` and placement `at`.
+    """Return the seconds of measured operations by bytes, scaled to the links `after` and placement `at`.
 
-    The rates determine the time of each round's bytes on the busiest link, the ranks determine the rest. Over
-    slower links, the ranks' own work overlaps with the transfer.
+    The rates determine the time of each round's bytes on the busiest link; the ranks' own work takes the
+    rest. Over slower links, the ranks' own work overlaps with the transfer.
     """
 
     def seconds(nbytes: float) -> float:
@@ -556,7 +557,7 @@ def _used(cost: Cost, rounds: Rounds, medium: Medium, to: Placement, nbytes: int
 
 
 def _far(at: Placement, to: Placement) -> tuple[float, ...]:
-    """Return a sort key: the distance of a measured placement, first in the widest link, then in numbers."""
+    """Return a sort key: distance of a measured placement, first by the widest link, then by numbers."""
     return (
         at.widest != to.widest,
         abs(np.log2(at.per_node / to.per_node)),

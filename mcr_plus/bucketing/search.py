@@ -1,21 +1,21 @@
-"""Best buckets of gradients, and the library of each: an exact search with a lower bound.
+"""Search exactly for the best buckets of gradients and the library of each, with a lower bound.
 
     found = search(ready, compute, prices)
     found.buckets       # [(begin, end, choice), …] in the order of sending
     found.step, found.bound
 
-The model: one channel, on which buckets are sent one after another. While an operation is in flight it takes
-its *share* of the core that computes, so all remaining computation is delayed by share times its time;
-issuing an operation delays it by a constant. A bucket of the gradients i … j-1 may start once the last of
-them is ready and the channel is free:
+The model: one channel, on which buckets are sent one after another. An operation in flight takes a *share* of
+the computing core, which delays all remaining computation by share times the operation's time. Issuing an
+operation delays computation by a constant. A bucket of the gradients i … j-1 may start once the last of them
+is ready and the channel is free:
 
     start = max(F, ready of j-1 + D),   F' = start + time,   D' = D + share * time + overhead
 
-with F the time at which the channel is free and D the delay of computation so far. The step ends when both
-have ended: max(F, compute + D). Smaller F and D are always better, so only the Pareto-optimal labels (F, D)
-after the first j gradients are kept, and still the search over all consecutive buckets and all libraries is
-exact. The whole share of an operation is counted before the next gradient, which is pessimistic by at most
-one operation's share; `simulate` computes the exact timeline.
+with F the time at which the channel is free and D the delay of computation so far. The step ends when
+communication and computation have ended: max(F, compute + D). Smaller F and D are always better, so keeping
+only the Pareto-optimal labels (F, D) after the first j gradients still gives an exact search over all
+consecutive buckets and all libraries. An operation's whole share is counted before the next gradient, which
+is pessimistic by at most one operation's share; `simulate` computes the exact timeline.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _LABELS: Final = 1024  # maximum number of labels of a gradient; `FoundPlan.exac
 _BEAMS: Final = (8, 64, 512)  # smaller limits to try first: their results exclude most labels
 _SECONDS: Final = 2.0
 _ROUNDING: Final = 1e-9  # bounds and labels add the same numbers in a different order
-_WEIGHINGS: Final = 16  # attempts to find the best weight of communication, an interval of 0.05 %
+_WEIGHINGS: Final = 16  # attempts to find the best weight of communication, to within 0.05 %
 _BESIDE: Final = (
     0.0,
     0.02,
     0.1,
     0.3,
     1.0,
-)  # further weights, as parts of the way from the best one to 0 and 1
+)  # further weights, as fractions of the distance from the best weight to 0 and 1
 _NONE: Final = -1
 
 
@@ -50,9 +50,9 @@ _NONE: Final = -1
 class Prices:
     """Costs of buckets: `seconds[choice, i, j]` is the duration of a bucket of the gradients i … j-1.
 
-    `shares[choice, i, j]`: fraction of the duration that is lost to computation, 0 to 1. `overhead`: seconds
-    of computation that every bucket costs. Entries with j <= i are not read; impossible buckets have infinite
-    seconds.
+    `shares[choice, i, j]`: fraction of the duration by which computation is delayed, 0 to 1. `overhead`:
+    seconds by which issuing a bucket delays computation. Entries with j <= i are not read; impossible buckets
+    have infinite seconds.
     """
 
     seconds: Floats
@@ -61,7 +61,7 @@ class Prices:
 
     @property
     def lost(self) -> Floats:
-        """Seconds of computation that each bucket costs; infinite for impossible buckets."""
+        """Seconds by which each bucket delays computation; infinite for impossible buckets."""
         known = np.isfinite(self.seconds)
         lost = np.where(known, self.seconds, 0.0) * self.shares + self.overhead
         return np.where(known, lost, np.inf)
@@ -72,9 +72,9 @@ class FoundPlan:
     """Best plan found; times in seconds.
 
     `buckets`: (begin, end, choice) of consecutive gradients. `step`: end of the step in the model.
-    `bound`: lower bound over all plans, which also holds if shares are counted as they accrue. `exact`: no
-    dropped label could have led to an earlier end, so `step` is the optimum. `least`: lower bound over all
-    plans in this model, from the dropped labels.
+    `bound`: lower bound over all plans, which also holds if shares are counted as they accrue. `exact`:
+    `step` is the optimum, because no dropped label could have led to an earlier end. `least`: lower bound
+    over all plans in this model, from the dropped labels.
     """
 
     buckets: list[tuple[int, int, int]]
@@ -101,8 +101,8 @@ def search(
 
     Args:
         ready: seconds after which each gradient is ready, ascending. compute: total seconds of
-            computation. prices: prices of all buckets and choices. labels: most labels kept for each
-            gradient; fewer if the search would take longer than `seconds`.
+            computation. prices: prices of all buckets and choices. labels: maximum number of labels kept for
+            each gradient; reduced if the search would take longer than `seconds`.
 
     Raises:
         ValueError: `ready` is not ascending, or prices have another length.
@@ -142,13 +142,13 @@ def checked_times(ready: Sequence[float] | Floats, prices: Prices) -> Floats:
 
 
 def beams(labels: int) -> list[tuple[int, float]]:
-    """Return the number of labels of each attempt, and the factor by which the next attempt takes longer."""
+    """Return the number of labels of each attempt, and the factor by which the next one takes longer."""
     most = [*(few for few in _BEAMS if few < labels), labels]
     return [(this, next_ / this) for this, next_ in zip(most, [*most[1:], labels], strict=True)]
 
 
 def _traced(came: NDArray[np.int64], label: int) -> list[tuple[int, int, int]]:
-    """Return the buckets that led to a label of the last gradient."""
+    """Trace back the buckets that led to a label of the last gradient."""
     buckets, end = [], len(came) - 1
     while end:
         begin, before, choice = (int(each) for each in came[end, label])
@@ -164,9 +164,10 @@ def prepare() -> None:
 
 
 class Rest(NamedTuple):
-    """Lower bounds of the step, once the first j gradients have been sent with the labels (F, D).
+    """Lower bounds of the step, given that the first j gradients have been sent with the labels (F, D).
 
-    For each of `weights`: weight · F + (1 - weight) · D + `after[weight, j]`; and D + `late[j]`.
+    The bounds are weight · F + (1 - weight) · D + `after[weight, j]` for each of `weights`, and D +
+    `late[j]`.
     """
 
     weights: Floats
@@ -183,13 +184,13 @@ def rest(ready: Floats, compute: float, seconds: Floats, lost: Floats, weights: 
     """Return lower bounds of the step for the gradients still to be sent.
 
     A step ends after its communication, and after its computation with all delays. So it takes at least the
-    weighted mean of the two for any weight. This is least if every bucket has the least weighted mean of
-    its seconds and of the delay it causes. Weights 1 and 0, either bound alone, ignore that the fastest
-    library may delay computation most.
+    weighted mean of the two, for any weight. The mean is smallest if every bucket has the smallest weighted
+    mean of its duration and of the delay that it causes. Weights 1 and 0 use one bound alone, and ignore that
+    the fastest library may delay computation most.
 
     Args:
-        seconds, lost: of buckets, as `Prices.seconds` and `Prices.lost`. weights: of communication, 0 to 1;
-            None: the weight with the highest bound of the whole step, and others near it.
+        seconds, lost: `Prices.seconds` and `Prices.lost` of the buckets. weights: weights of communication, 0
+            to 1; None: the weight with the highest bound of the whole step, and weights near it.
     """
     known = np.isfinite(seconds)
     time, delay = (np.where(known, each, 0.0) for each in (seconds, lost))
@@ -226,7 +227,7 @@ def _highest(value: Callable[[float], float]) -> float:
 
 @compiled
 def _cheapest(price):  # type: ignore[no-untyped-def]
-    """Return, for every i, the least total price of consecutive buckets of the gradients from i on."""
+    """Return, for every i, the minimum total price of buckets for the gradients from i on."""
     count = len(price) - 1
     best = np.zeros(count + 1)
     for i in range(count - 1, -1, -1):
@@ -243,8 +244,8 @@ def _labels(  # type: ignore[no-untyped-def]
 ):
     """Return the labels (F, D) after each gradient, and the bucket that led to each.
 
-    A bucket is (begin, label there, choice). Also returns the earliest end of any dropped label. Labels that
-    cannot end by `upper` are omitted. For `weights`, `after` and `late`, see `Rest`.
+    A bucket is (begin, label at begin, choice). Also returns the earliest end over all dropped labels. Labels
+    that cannot end by `upper` are omitted. For `weights`, `after` and `late`, see `Rest`.
     """
     choices, count = len(seconds), len(ready)
     free = np.full((count + 1, most), np.inf)
@@ -284,7 +285,7 @@ def _labels(  # type: ignore[no-untyped-def]
 
 @compiled
 def least_end(free, delay, weights, after, late, j):  # type: ignore[no-untyped-def]
-    """Return the lower bound of the step after j gradients with this label; see `Rest`."""
+    """Return the lower bound of the step for a label after j gradients, see `Rest`."""
     least = late[j] + delay
     for at in range(len(weights)):
         least = max(least, weights[at] * free + (1.0 - weights[at]) * delay + after[at, j])
@@ -293,16 +294,16 @@ def least_end(free, delay, weights, after, late, j):  # type: ignore[no-untyped-
 
 @compiled
 def front(frees, delays, leasts, most):  # type: ignore[no-untyped-def]
-    """Return the indices of the Pareto-optimal labels (F, D), and the least of `leasts` of dropped labels.
+    """Return the indices of the Pareto-optimal labels (F, D), and the minimum of `leasts` of dropped labels.
 
-    If there are more than `most` labels, those with the lowest `leasts` are kept. Without dropped labels, the
+    Of more than `most` labels, the labels with the lowest `leasts` are kept. If no label is dropped, the
     second result is infinite.
     """
     kept, lowest = 0, np.inf
     found = np.empty(len(frees), np.int64)
     for at in np.argsort(frees, kind="mergesort"):
         if delays[at] < lowest:
-            if kept and frees[found[kept - 1]] == frees[at]:  # of equal F, only the least D is kept
+            if kept and frees[found[kept - 1]] == frees[at]:  # of equal F, only the smallest D is kept
                 kept -= 1
             found[kept] = at
             kept += 1

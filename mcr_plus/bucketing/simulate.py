@@ -1,4 +1,4 @@
-"""Simulation of a step under a plan: a computing rank, and a channel that sends buckets in order.
+"""Simulate a step under a plan: a computing rank, and a channel that sends buckets in order.
 
     course = simulate(marks, compute, buckets)
     course.step, course.starts, course.ends
@@ -27,7 +27,8 @@ Ints = NDArray[np.int64]
 class BucketTimes:
     """Times of buckets, in seconds from the beginning of the step.
 
-    `computed`: end of computation. `starts`, `ends`: times of each bucket's operation. `step`: end of both.
+    `computed`: end of computation. `starts`, `ends`: start and end of each bucket's operation. `step`: end of
+    computation and communication.
     """
 
     computed: float
@@ -60,9 +61,9 @@ def simulate(
     Args:
         marks: seconds of computation before each gradient is ready, ascending. compute: total seconds.
         last: index in `marks` of the last gradient of each bucket, in the order of sending.
-        seconds, shares: for each bucket, its duration when alone and its share of the core meanwhile.
-        overhead: seconds of computation to issue a bucket. by_caller: whether the program drives progress,
-            for each bucket or for all.
+        seconds, shares: for each bucket, the duration when alone, and the share of the core.
+        overhead: seconds of computation to issue a bucket. by_caller: the program drives progress; for each
+            bucket, or one value for all.
     """
     computed, starts, ends = _course(
         np.asarray(marks, np.float64),

@@ -1,4 +1,4 @@
-"""Evaluation of a simulated step: operations and their exposed time, the critical path, the lower bound."""
+"""Evaluate a simulated step: operations, exposed time, critical path, lower bound."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MATTERS: Final = 0.01  # smallest relevant fraction of the step
 class SimulatedOperation(NamedTuple):
     """An operation of the slowest rank; times are seconds from the beginning of the step.
 
-    `exposed`: seconds in which the rank did nothing but wait for it. `how`: origin of its duration when
-    alone. `share_how`: origin of its share of the core.
+    `exposed`: seconds in which the rank only waited for the operation. `how`: origin of the duration when
+    alone. `share_how`: origin of the core share.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Timeline:
     `step_s`: seconds of the step; `compute_s`: seconds of computation, the maximum over ranks. `bound`: lower
     bound of the step with these operations and costs; `bound_by`: its cause. `critical`: the critical path,
     from the beginning of the step. `per_op`: operations of the slowest rank, by start time. `ranks`: number
-    of simulated ranks; `distinct`: number of different ranks. `how`: weakest origin of the costs,
-    including shares of the core that could change the step by more than 1 %; `times_how`: without shares.
+    of simulated ranks; `distinct`: number of different ranks. `how`: weakest origin of the costs, including
+    core shares that could change the step by more than 1 %; `times_how`: the same without core shares.
     `unknown`: unknown kinds of operations, simulated as barriers.
     """
 
@@ -82,7 +82,7 @@ class Timeline:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds in which the slowest rank did nothing but wait, by operation."""
+        """Seconds in which the slowest rank only waited, by operation."""
         found: dict[str, float] = {}
         for each in self.per_op:
             if each.exposed > 0:
@@ -91,14 +91,14 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the slowest rank did nothing but wait."""
+        """Seconds in which the slowest rank only waited."""
         return sum(each.exposed for each in self.per_op)
 
 
 class SimulatedJob(Protocol):
     """A step on all ranks.
 
-    By queue: operations `sent`, their `uses` of links, ranks (`groups`), and `library`. `of_rank`:
+    By queue: operations `sent`, link `uses` of the operations, ranks (`groups`), and `library`. `of_rank`:
     program of each rank. `world`: number of ranks. `unknown`: unknown kinds of operations.
     """
 
@@ -190,9 +190,10 @@ class SimulationResult:
     def _bound(self, compute: Floats) -> tuple[float, str]:
         """Return the lower bound of the step in seconds, and its cause.
 
-        The bound is the maximum of three terms. Computation: a rank loses the shares of its operations while
-        they run, or does not compute meanwhile. Links: the busy time of each link. Queues: an operation and
-        all later operations of its queue run after the earliest time at which it can be issued.
+        The bound is the maximum of three terms. Computation: while an operation runs, the rank loses the
+        operation's core share, or does not compute. Links: the busy time of each link. Queues: after the
+        earliest time at which an operation can be issued, the operation and all later ones of its queue must
+        run.
         """
         found: list[tuple[float, str]] = []
         for at in range(len(self.ranks)):
@@ -314,7 +315,7 @@ class SimulationResult:
 
 
 def _shares_how(operations: Sequence[SimulatedOperation], step_s: float) -> How:
-    """Return the weakest origin of the relevant shares of the core."""
+    """Return the weakest origin of the core shares that matter."""
     beside = dict.fromkeys(_RANKED, 0.0)
     for each in operations:
         beside[each.share_how] += each.end - each.start - each.exposed

@@ -1,12 +1,11 @@
-"""A recorded training step: the computation, the times when gradients became ready, and the operations.
+"""Captured training step: computation, ready times of gradients, and operations.
 
     step = Step.load("step.json")
     step.roles[0].events        # [Compute("layers.3", 0.012), Ready("layers.3.weight", …), Issue(…), Wait(…)]
 
-The events of a rank are in the order of its program: a `ComputeEvent` is the time between two others. Ranks
-with the same events form a role, with the times of the rank for which the others wait. `CapturedStep.save`
-writes JSON of version 1.
-A step has at most 1,048,576 ranks, and an operation at most 1 PiB.
+The events of a rank are in program order; a `ComputeEvent` is the time between two other events. Ranks with
+the same events form a role, with the times of the rank for which the others wait. `CapturedStep.save` writes
+JSON of version 1. A step has at most 1,048,576 ranks, and an operation at most 1 PiB.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ Source = Literal["hooks", "kineto", "et"]
 
 
 class ComputeEvent(NamedTuple):
-    """Seconds of computation between two other events, typical of the captured steps."""
+    """Seconds of computation between two other events, typical for the captured steps."""
 
     name: str
     seconds: float
 
 
 class ReadyEvent(NamedTuple):
-    """Readiness of a parameter's gradient for sending. `like`: dtype and device, equal within a bucket."""
+    """A parameter's gradient is ready to be sent. `like`: dtype and device, equal within a bucket."""
 
     param: str
     nbytes: int
@@ -59,11 +58,11 @@ class NeedEvent(NamedTuple):
 class IssueEvent(NamedTuple):
     """Start of an operation by the program.
 
-    `seconds`: its duration on the rank that waited least; None if unknown. `id`: equal on all participating
+    `seconds`: duration on the rank that waited least; None if unknown. `id`: equal on all participating
     ranks, and unique within a role. `nbytes`: counted as in `Signature.nbytes`; the value on this role if
     sizes differ between ranks. `group`: ranks of the job; for messages, the sender and the receiver.
-    `gradients`: parameters whose gradients it carries, empty for the program's own operations; a plan
-    replaces operations with gradients. `dtype`: its name; None if unknown.
+    `gradients`: parameters whose gradients the operation carries, empty for the program's own operations. A
+    plan replaces operations that carry gradients. `dtype`: its name; None if unknown.
     """
 
     id: int
@@ -96,9 +95,10 @@ class Role:
 class Mark(NamedTuple):
     """An event of one step of one rank, in seconds from the beginning of the step on the rank's own clock.
 
-    `computed`: name of the computation since the previous mark. Between `begin` and `end` the program
-    issues an operation or waits, and does not compute. For an `IssueEvent`, whose `id` is the rank's own
-    number: `seconds` until the end of the operation; `key`, equal on its ranks and unique within a step.
+    `computed`: name of the computation since the previous mark. Between `begin` and `end` the program issues
+    an operation or waits, and does not compute. Fields of an `IssueEvent`: `id` is the rank's own number;
+    `seconds` last until the end of the operation; `key` is equal on the operation's ranks, and unique within
+    a step.
     """
 
     event: ReadyEvent | NeedEvent | IssueEvent | WaitEvent
@@ -120,7 +120,7 @@ class RankStep(NamedTuple):
 class Probed(NamedTuple):
     """The job's own measurement of one library.
 
-    `sizes`: bytes, ascending. `seconds`, `shares`: for each size, duration and share of a core.
+    `sizes`: ascending bytes. `seconds`, `shares`: duration and share of a core at each size.
     """
 
     kind: str
@@ -133,7 +133,7 @@ class Probed(NamedTuple):
 class CapturedStep:
     """One step of all ranks.
 
-    `ranks`, `nodes`: number of ranks of the job, and of their hosts. `model`: hash of the names, shapes and
+    `ranks`, `nodes`: numbers of the job's ranks and hosts. `model`: hash of the names, shapes and
     dtypes of the parameters. `seconds`: measured time of the step, the median of the slowest rank.
     `spread`: (slowest - fastest) / median of the captured steps. `source`: origin of the record.
     `by_caller`: the program drives progress. `notes`: messages about data that a trace does not
@@ -198,10 +198,10 @@ class CapturedStep:
     ) -> CapturedStep:
         """Merge several records of a step from all ranks of a job into one.
 
-        Operations of different ranks are matched by `Mark.key`. The duration of an operation in a step is its
-        minimum over ranks, since earlier ranks have waited for the last one. Operations get medians over
-        steps; for computation, see `_computing`. Only steps with the most frequent sequence of events are
-        used, without first steps that take more than three times the median, since they compile.
+        Operations of different ranks are matched by `Mark.key`. The duration of an operation in a step is the
+        minimum over ranks, since the other ranks have waited for the last rank. The result has the median
+        duration over steps; for computation, see `_computing`. Only steps with the most frequent sequence of
+        events are used, without first steps that take more than three times the median, since they compile.
 
         Raises:
             InvalidArgument: ranks have different numbers of steps, or fewer than `least`; no step has a
@@ -217,7 +217,7 @@ class CapturedStep:
                 )
         if count < least:
             raise InvalidArgument(f"{count} steps; expected at least {least}, each with an optimizer.step()")
-        # The slowest rank determines a step, so its times decide which first steps still compile.
+        # The slowest rank determines a step, so its times show which of the first steps still compile.
         longest = [max(steps[index].seconds for steps in per_rank.values()) for index in range(count)]
         warm = next(i for i, seconds in enumerate(longest) if seconds <= _WARM * median(longest))
         middle = median(longest[warm:])
@@ -259,7 +259,7 @@ Chosen = list[tuple[int, RankStep]]
 
 
 def _shape(step: RankStep) -> tuple[Any, ...]:
-    """Return the sequence of events of a step, without fields that may differ between steps of a program."""
+    """Return the events of a step, without fields that may differ between steps of a program."""
     marks = [
         (m.event._replace(nbytes=0) if isinstance(m.event, IssueEvent) else m.event, m.key)
         for m in step.marks
@@ -268,7 +268,7 @@ def _shape(step: RankStep) -> tuple[Any, ...]:
 
 
 def _usual(steps: Sequence[RankStep], warm: int) -> Chosen:
-    """Return the steps from `warm` on with the most frequent sequence of events; in a tie, the later one."""
+    """Return the steps from `warm` on with the most frequent event sequence; in a tie, the later sequence."""
     shapes = [_shape(step) for step in steps]
     counted = Counter(reversed(shapes[warm:]))
     usual = counted.most_common(1)[0][0]
@@ -276,9 +276,10 @@ def _usual(steps: Sequence[RankStep], warm: int) -> Chosen:
 
 
 def _shortest(usual: Mapping[int, Chosen]) -> dict[str, float | None]:
-    """Return the seconds of every operation, by key, in the order of the first rank that has it.
+    """Return the seconds of every operation by key, in the order of the operation's first rank.
 
-    Steps in which only some of its ranks have the usual events are ignored: the last rank may be missing.
+    A step is ignored if only some of the operation's ranks have the usual events: the last rank may be
+    missing.
     """
     by_step: dict[str, dict[int, list[float]]] = {}
     for chosen in usual.values():
@@ -357,9 +358,10 @@ def _spent(chosen: Chosen) -> Floats:
 def _computing(usual: Mapping[int, Chosen], spent: Mapping[int, Floats], slowest: int) -> Floats:
     """Return the seconds of computation of a role: before each mark, and after the last one.
 
-    If all ranks of the role issue an operation and wait for it at once, they continue with the last rank.
-    So each part of a step between two such operations takes as long as on its slowest rank in that step; all
-    parts together take no longer than the step. Times are medians over the steps, scaled so that parts and
+    If all ranks of the role issue an operation and wait for it at once, they continue when the last rank
+    arrives. So each part of a step between two such operations takes as long as on the slowest rank of that
+    part; all parts together take no longer than the step. Times are medians over the steps, scaled so that
+    parts and
     steps add up to their own medians: plain medians of skewed times add up to less. `slowest`: the rank to
     use if no step has the usual events on all ranks.
     """
@@ -387,7 +389,8 @@ def _computing(usual: Mapping[int, Chosen], spent: Mapping[int, Floats], slowest
 def _meetings(step: RankStep, ranks: frozenset[int]) -> list[int]:
     """Return the indices of the marks at which the program waits for all of these ranks.
 
-    It does so if it waits right after issuing an operation in which each rank needs all others.
+    The program waits for all ranks if it waits right after issuing an operation in which each rank needs all
+    others.
     """
     return [
         index

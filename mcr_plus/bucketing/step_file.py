@@ -1,4 +1,4 @@
-"""File of a captured step: JSON of version 1, validated, with errors that name file, line and key."""
+"""Read the file of a captured step (JSON, version 1), with errors that name file, line and key."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read(path: Path) -> CapturedStep:
 
 
 class _Wrong(Exception):
-    """An error that the types of fields cannot express, and its key."""
+    """Error that the types of fields cannot express, with the key."""
 
     def __init__(self, keys: Keys, text: str) -> None:
         super().__init__(text)
@@ -231,7 +231,7 @@ def _decoded(content: bytes, place: str) -> tuple[str, Any]:
 
 
 def _problems(error: ValidationError) -> list[tuple[Keys, str]]:
-    """Return keys and texts of pydantic's first errors; missing fields of an object are one error."""
+    """Return keys and texts of pydantic's first errors; all missing fields of an object are one error."""
     found: list[tuple[Keys, str]] = []
     missing: dict[Keys, list[str]] = {}
     for each in error.errors(include_url=False)[:8]:

@@ -1,4 +1,4 @@
-"""Cluster on which a step runs: nodes, ranks, and the links between them.
+"""Topology of a cluster: nodes, ranks, and the links between them.
 
     nodes: 8
     ranks_per_node: 4
@@ -9,8 +9,8 @@
 
     topology = Topology.load("cluster.yaml").changed(["nic=400Gbit/s", "nodes=64"])
 
-Rates are per direction. `latency` is added to a message that crosses the link; its default is 0. An omitted
-link is no bottleneck, and its costs cannot be assumed. Ranks are numbered node by node, and nodes rack by
+Rates are per direction. `latency` is added to a message that crosses the link; the default is 0. An omitted
+link is no bottleneck, but costs over it cannot be assumed. Ranks are numbered node by node, and nodes rack by
 rack.
 """
 
@@ -35,7 +35,7 @@ _RATES: Final = {
     "KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
 }  # fmt: skip
 _LATENCIES: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST: Final = 1 << 20  # maximum number of nodes, and most ranks of a node
+_MOST: Final = 1 << 20  # maximum number of nodes, and of ranks per node
 
 Scope = Literal["rank", "node"]
 
@@ -78,7 +78,7 @@ class _ClusterPart(BaseModel):
 
 
 class NetworkLink(_ClusterPart):
-    """A link: bytes per second in each direction, seconds, and its owner: each rank or each node."""
+    """A link: bytes per second in each direction, latency in seconds, and owner (each rank or each node)."""
 
     rate: Rate
     latency: Latency = 0.0
@@ -92,7 +92,7 @@ class Nic(NetworkLink):
 
 
 class Rack(_ClusterPart):
-    """Racks of `nodes` nodes. `uplink`, `latency`: properties of each rack's link to the others."""
+    """Racks of `nodes` nodes. `uplink`, `latency`: properties of each rack's link to other racks."""
 
     nodes: Count
     uplink: Rate
@@ -123,7 +123,7 @@ class Topology(_ClusterPart):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Topology:
-        """Return the topology of a mapping with the same keys as a file. Raises `ConfigError`."""
+        """Return the topology described by a mapping with the keys of a file. Raises `ConfigError`."""
         return cls._of(dict_document(data, "topology"))
 
     @classmethod
@@ -139,8 +139,9 @@ class Topology(_ClusterPart):
     def changed(self, changes: Sequence[str]) -> Topology:
         """Return the topology with changes: `nic=100Gbit/s`, `nic.latency=2us`, `rack.nodes=4`, `nodes=64`.
 
-        The name of a link sets its rate, `uplink` the rate of racks. Only known links can be changed, since
-        the effect of a change depends on the present value. Raises `ConfigError` that begins with the change.
+        The name of a link sets the link's rate, and `uplink` the rate of racks. Only known links can be
+        changed, since the effect of a change depends on the present value. Raises `ConfigError` that begins
+        with the change.
         """
         found = self
         for change in changes:
@@ -182,7 +183,7 @@ class Topology(_ClusterPart):
 
     @property
     def medium(self) -> Medium:
-        """Known properties of the links, in the form used to scale costs."""
+        """Known properties of the links, in the form in which costs are scaled."""
         classes: tuple[LinkClass, ...] = ("inside", "nic", "uplink")
         rates: dict[LinkClass, float] = {
             link: rate for link in classes if (rate := self.rate(link)) is not None
@@ -219,7 +220,7 @@ def crossed(at: Placement) -> tuple[LinkClass, ...]:
 
 
 def completed(medium: Medium, other: Medium) -> Medium:
-    """Return the links of a cluster; unknown links are taken from another cluster."""
+    """Fill in unknown links of a cluster from another cluster."""
     absent = other.rates.keys() - medium.rates.keys()
     return Medium(
         {**other.rates, **medium.rates},

@@ -1,4 +1,4 @@
-"""Incremental reading of Kineto's JSON and of execution traces: the data of one rank's steps."""
+"""Read Kineto's JSON and execution traces incrementally: the data of one rank's steps."""
 
 # Long because profilers of several versions write events and sizes in several forms.
 
@@ -54,7 +54,7 @@ def _are_ranks(value: object) -> bool:
 
 
 def _are_sizes(value: object, deepest: int = _DEEPEST) -> bool:
-    """Return whether a value is the sizes of a tensor, or a nested list of sizes."""
+    """Return whether a value is a list of a tensor's sizes, or a nested list of sizes."""
     if not isinstance(value, list) or not deepest:
         return False
     elements = 1
@@ -107,7 +107,7 @@ class Notes:
 
 
 class TraceRange(NamedTuple):
-    """A range of the host or a kernel: seconds, byte offset of its event, and used arguments."""
+    """A range of the host, or a kernel: start and end in seconds, byte offset, and used arguments."""
 
     begin: float
     end: float
@@ -118,7 +118,7 @@ class TraceRange(NamedTuple):
 
 
 class Launches:
-    """Calls that launch kernels: number shared with the kernel, begin of the call, and its thread."""
+    """Calls that launch kernels: number shared with the kernel, start time, and thread."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -137,7 +137,7 @@ class Launches:
         self._threads.append(self._numbered[thread])
 
     def last(self, numbers: Sequence[int]) -> Ints:
-        """Return the row of the last call of each number; -1 without a call."""
+        """Return the row of the last call with each number; -1 without a call."""
         known, wanted = np.array(self._numbers, np.int64), np.array(numbers, np.int64)
         if not len(known):
             return np.full(len(wanted), -1)
@@ -146,17 +146,17 @@ class Launches:
         return np.where(known[rows] == wanted, rows, -1)
 
     def begins(self, rows: Ints) -> Floats:
-        """Return the begins of calls."""
+        """Return the start times of calls."""
         return np.array(self._begins, np.float64)[rows]
 
     def call(self, row: int) -> tuple[float, Thread]:
-        """Return the begin of a call, and its thread."""
+        """Return the start time and the thread of a call."""
         return self._begins[row], self._named[self._threads[row]]
 
 
 @dataclass
 class Trace:
-    """Stored data of a Kineto trace; times in seconds since `base`, which is in microseconds.
+    """Stored data of a Kineto trace. Times are seconds since `base`, which is in microseconds.
 
     Frequent events (there may be millions) are stored as numbers only; of other events, at most 1,048,576 are
     stored.
@@ -173,11 +173,11 @@ class Trace:
     steps: list[TraceRange] = field(default_factory=list)
     optimizer: list[TraceRange] = field(default_factory=list)
     gradients: list[TraceRange] = field(default_factory=list)
-    modules: dict[str, array[float]] = field(default_factory=dict)  # begins of their calls
+    modules: dict[str, array[float]] = field(default_factory=dict)  # start times of their calls
     communication: list[TraceRange] = field(default_factory=list)
     busy: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     launches: Launches = field(default_factory=Launches)
-    kernels: array[float] = field(default_factory=lambda: array("d"))  # begin and end of each
+    kernels: array[float] = field(default_factory=lambda: array("d"))  # start and end of each
     launched_by: array[int] = field(default_factory=lambda: array("q"))  # numbers shared with their launches
     remote: list[TraceRange] = field(default_factory=list)  # kernels of communication
     first: float = math.inf
@@ -186,7 +186,7 @@ class Trace:
 
 @dataclass
 class Graph:
-    """Stored data of an execution trace: arguments of operations, with Kineto's names, by `rf_id`."""
+    """Stored data of an execution trace: arguments of operations by `rf_id`, under Kineto's names."""
 
     path: Path
     pid: int | str | None = None
@@ -235,7 +235,7 @@ def _is_chakra(path: Path) -> ConfigError:
 
 
 def _begins_as_chakra(path: Path) -> bool:
-    """Return whether a file begins like Chakra's protobuf: a length, then this many bytes of fields 1 and 2.
+    """Return whether a file begins like Chakra's protobuf: a length, then fields 1 and 2 of this length.
 
     The fields are the version and the attributes of `GlobalMetadata`; JSON begins with neither.
     """
@@ -258,7 +258,7 @@ def _begins_as_chakra(path: Path) -> bool:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a varint of protobuf's wire format, and the offset behind it."""
+    """Return a varint of protobuf's wire format, and the offset after it."""
     value = shift = 0
     while at < len(data) and shift < 32:
         value, shift, at = value | (data[at] & 0x7F) << shift, shift + 7, at + 1
@@ -268,7 +268,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _take_about(trace: Trace, graph: Graph, key: str, value: Any, byte: int) -> None:
-    """Store the members of a file other than events and nodes."""
+    """Store members of a file that are neither events nor nodes."""
     if key == "distributedInfo":
         place = FilePlace(trace.path, byte, key)
         about = place.fields(value, _ABOUT)
@@ -282,7 +282,7 @@ def _take_about(trace: Trace, graph: Graph, key: str, value: Any, byte: int) -> 
 
 
 def _groups(place: FilePlace, found: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of groups, by name; groups whose ranks are not in the file are omitted."""
+    """Return the ranks of groups by name; groups without ranks in the file are omitted."""
     groups: dict[str, tuple[int, ...]] = {}
     for each in found:
         group = place.fields(each, _GROUP, "pg_config")
@@ -292,7 +292,7 @@ def _groups(place: FilePlace, found: Sequence[Any]) -> dict[str, tuple[int, ...]
 
 
 def _ranks(found: Any) -> tuple[int, ...]:
-    """Return ranks from a list or its text; empty for truncated text (the profiler truncates after 30)."""
+    """Return ranks from a list or its text; empty for truncated text (the profiler keeps 30 ranks)."""
     if isinstance(found, str):
         try:
             found = json.loads(found)
@@ -305,7 +305,7 @@ def _ranks(found: Any) -> tuple[int, ...]:
 
 
 def _seconds(trace: Trace, event: dict[str, Any], place: FilePlace) -> tuple[float, float]:
-    """Return begin and end of an event, in seconds since the first event of the file."""
+    """Return the start and end of an event, in seconds since the first event of the file."""
     for name in ("ts", "dur"):
         value: Any = event.get(name, 0 if name == "dur" else None)
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
@@ -368,7 +368,7 @@ def _take_range(trace: Trace, event: dict[str, Any], place: FilePlace, begin: fl
 
 
 def _list_of(trace: Trace, name: str) -> tuple[list[TraceRange], Mapping[str, FieldForm]] | None:
-    """Return the list that stores events of a name, and the forms of their used arguments."""
+    """Return the list that stores events with this name, and the forms of the arguments that are used."""
     if name.startswith("ProfilerStep#"):
         return trace.steps, {}
     if name.startswith("Optimizer.step#"):
@@ -379,7 +379,7 @@ def _list_of(trace: Trace, name: str) -> tuple[list[TraceRange], Mapping[str, Fi
 
 
 def _count(trace: Trace, place: FilePlace) -> None:
-    """Count one more completely stored event; raises `ConfigError` beyond the limit."""
+    """Count an event that is stored with its arguments; raises `ConfigError` beyond the limit."""
     trace.kept += 1
     if trace.kept > _MOST_KEPT:
         raise ConfigError(
@@ -442,7 +442,7 @@ def _take_node(graph: Graph, node: Any, byte: int) -> None:
 
 
 def _take_groups(graph: Graph, place: FilePlace, inputs: dict[str, Any]) -> None:
-    """Store the groups in the text argument of a creation of groups; the group of all ranks has no list."""
+    """Store the groups in the text argument of a group's creation; the group of all ranks has no list."""
     for text in inputs.get("values", []):
         try:
             groups = json.loads(text)

@@ -1,4 +1,4 @@
-"""Operations in a rank's trace: times of issue and execution, and arguments."""
+"""Read the operations in a rank's trace: times of issue and execution, and arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_?(\w*?)(?:_|\(|$)", re.IGNORECA
 
 @dataclass
 class TracedOperation:
-    """An operation that the program issues. Times in seconds; `started`, `done`: begin and end of execution.
+    """An operation that the program issues. Times in seconds; `started`, `done`: start and end of execution.
 
     `parts`: arguments of its ranges, outermost first. `byte`: byte offset of the first range's event.
     """
@@ -56,7 +56,7 @@ class TracedOperation:
 
 
 def operations(trace: Trace) -> list[TracedOperation]:
-    """Return the operations in the order of their issue; inner ranges are merged into the outer one."""
+    """Return the operations in the order of issue; inner ranges are merged into the outer range."""
     found: list[TracedOperation] = []
     elsewhere: list[TraceRange] = []  # executions by threads of the library
     issuers = {each.thread for each in trace.communication if not each.name.startswith("gloo:")}
@@ -84,8 +84,8 @@ def operations(trace: Trace) -> list[TracedOperation]:
 def _complete_by_threads(found: Sequence[TracedOperation], elsewhere: Sequence[TraceRange]) -> None:
     """Set the execution times of operations that a library's thread has run.
 
-    The profiler numbers a range at its creation, which is inside the call, so the range's number follows
-    the number of the call.
+    The profiler numbers a range at its creation, inside the call, so the range's number is the next one after
+    the call's number.
     """
     calls = sorted(
         (number, index)
@@ -138,7 +138,7 @@ def _complete_by_kernels(found: list[TracedOperation], trace: Trace) -> None:
 
 
 class Arguments:
-    """Reader of the arguments of one rank's operations. `ranks`: of the job; `notes` gets assumptions."""
+    """Reads the arguments of one rank's operations. `ranks`: ranks of the job; `notes`: takes assumptions."""
 
     def __init__(self, trace: Trace, ranks: int, notes: Notes) -> None:
         self._trace = trace
@@ -169,7 +169,7 @@ class Arguments:
         return "barrier"
 
     def nbytes(self, operation: TracedOperation, kind: str) -> int:
-        """Return the bytes of the larger of input and output."""
+        """Return the bytes of the input or the output, whichever is larger."""
         nbytes = 0 if kind == "barrier" else self._largest(operation, kind)
         if nbytes > MOST_BYTES:
             raise self._wrong(operation, f"{nbytes:,} bytes; expected at most 1 PiB")
@@ -226,7 +226,7 @@ class Arguments:
         return ConfigError(f"{self._trace.path}: byte {operation.byte}: event {name}: {text}")
 
     def _ends(self, operation: TracedOperation, kind: str) -> tuple[int, ...]:
-        """Return sender and receiver; this rank alone, with a note, if the peer is unknown."""
+        """Return the sender and the receiver; only this rank, with a note, if the peer is unknown."""
         me = self._trace.rank
         peer = operation.get("Dst Rank" if kind == "send" else "Src Rank")
         asks = operation.get("Concrete Inputs")
@@ -238,7 +238,7 @@ class Arguments:
         return (me, peer) if kind == "send" else (peer, me)
 
     def key(self, operation: TracedOperation, kind: str, group: tuple[int, ...]) -> str:
-        """Return a name shared by operations that all their ranks issue in the same order."""
+        """Return a name; all ranks issue the operations with this name in the same order."""
         if kind in MESSAGES:
             return f"{'>'.join(map(str, group))}{kind if len(set(group)) == 1 else ''}"
         named = "" if group is self._world else str(group)  # the text of all ranks may be long

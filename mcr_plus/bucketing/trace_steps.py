@@ -1,4 +1,4 @@
-"""Steps in a rank's trace: gradients, operations and waits in the order of the program."""
+"""Read the steps in a rank's trace: gradients, operations and waits in program order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES: Final = {
 class Draft(NamedTuple):
     """A step of a rank before all waits are placed; times on the clock of the trace.
 
-    `last`: begin of the optimizer's step. `waits`: wait for each operation, see `Reader._wait`.
+    `last`: start of the optimizer's step. `waits`: wait for each operation, see `Reader._wait`.
     """
 
     began: float
@@ -43,7 +43,7 @@ class Draft(NamedTuple):
         return bisect.bisect_right([mark.begin for mark in self.marks], since)
 
     def step(self, places: Mapping[tuple[int, int], int]) -> RankStep:
-        """Return the step; waits that are not visible get their usual places."""
+        """Return the step, with invisible waits at their usual places."""
         count = len(self.marks)
         visible = sorted((since, until) for since, until in self.waits if since is not None)
         marks = [(index, mark) for index, mark in enumerate(self.marks, start=1)]
@@ -76,7 +76,7 @@ class Draft(NamedTuple):
 
 
 def usual_places(drafts: Sequence[Draft]) -> dict[tuple[int, int], int]:
-    """Return the usual number of marks before each wait, by (index of the operation, number of marks)."""
+    """Return the usual number of marks before each wait, by (index of operation, number of marks)."""
     seen: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for draft in drafts:
         for number, (since, _) in enumerate(draft.waits):
@@ -181,9 +181,9 @@ class Reader:
         return Draft(began, ended, last, marks, waits)
 
     def _wait(self, operation: TracedOperation, issued: float, ended: float) -> tuple[float | None, float]:
-        """Return begin and end of the program's wait for an operation; see the docstring of `traces`.
+        """Return the start and end of the program's wait for an operation; see the docstring of `traces`.
 
-        If the wait is not visible, begin is None, and end is a time that precedes the wait.
+        If the wait is not visible, the start is None, and the end is a time before the wait.
         """
         done = operation.done
         at_once = "False" in (operation.get("Concrete Inputs") or [])[-2:]
@@ -224,7 +224,7 @@ class Reader:
 
 
 def _carried(sizes: Sequence[int], nbytes: int) -> range:
-    """Return the gradients that an operation carries: the first or last ones whose bytes sum to its own."""
+    """Return the gradients that an operation carries: the first or last ones with as many bytes in total."""
     total = np.cumsum(np.array([0, *sizes], np.int64))
     count = int(np.searchsorted(total, nbytes))
     if nbytes and count <= len(sizes) and total[count] == nbytes:
@@ -234,7 +234,7 @@ def _carried(sizes: Sequence[int], nbytes: int) -> range:
 
 
 def _union(spans: Floats) -> Floats:
-    """Return the union of (begin, end) spans as disjoint intervals in order."""
+    """Return the union of (start, end) spans as ordered disjoint intervals."""
     if not len(spans):
         return np.empty((0, 2))
     spans = spans[np.argsort(spans[:, 0], kind="stable")]

@@ -1,17 +1,18 @@
-"""Reading of steps from traces of torch's profiler: Kineto's JSON, optionally with execution traces.
+"""Read steps from traces of torch's profiler: Kineto's JSON, optionally with execution traces.
 
     step = load_step(["rank0.pt.trace.json.gz", "rank1.pt.trace.json.gz"])
 
-A trace contains the times when gradients became ready, the issued operations, and their durations. Other data
-are inferred:
+A trace contains the ready times of gradients, the issued operations, and their durations. Other data are
+inferred:
 
-- A step is a range `ProfilerStep`, or lasts from the end of an `Optimizer.step` to the end of the next.
+- A step is a range `ProfilerStep`, or lasts from the end of one `Optimizer.step` to the end of the next.
 - With kernels, times are those of the GPU: an event of the host is placed at the end of all kernels launched
   before it.
 - The program waits for an operation if it is idle until the operation ends. If the operation ended while the
   program computed, the wait is placed where it is visible in other steps or on other ranks; otherwise at the
   next visible wait, or before `Optimizer.step`.
-- An operation carries the first or the last unsent gradients to become ready if their bytes sum to its own.
+- An operation carries the first or the last unsent gradients to become ready, if these have as many bytes in
+  total as the operation.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _log = logging.getLogger("mcr_plus")
 
 
 def load_step(paths: str | Path | Sequence[str | Path], ranks: int | None = None) -> CapturedStep:
-    """Read a step: the JSON that `CapturedStep.save` wrote, or the traces of all ranks of a job, or of one.
+    """Read a step: a file of `CapturedStep.save`, or the traces of all ranks of a job, or of one rank.
 
     `paths`: a file, a folder of files that end with `.json` or `.json.gz`, or a list of these. Each rank
     needs one Kineto trace, with recorded shapes (`record_shapes=True`) or together with the execution trace
     of the same run. Files are read incrementally, and only times of kernels and calls are stored. Limits are
-    1,048,576 ranks, and in a trace as many steps, gradients, operations, modules and threads together.
-    Inexact data is reported in `CapturedStep.notes`, and logged.
+    1,048,576 ranks, and the same number of steps, gradients, operations, modules and threads together in a
+    trace. Inexact data is reported in `CapturedStep.notes`, and logged.
 
     With the trace of a single rank, the other ranks are assumed to do the same. `ranks`: number of the job's
     ranks, if that trace does not contain it.
@@ -93,7 +94,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     inside = list(path.iterdir())
     found = [file for file in inside if file.name.endswith((".json", ".json.gz"))]
-    found = found or [file for file in inside if file.suffix == ".et"]  # to report them as what they are
+    found = found or [file for file in inside if file.suffix == ".et"]  # to report them as execution traces
     return sorted(
         found, key=lambda file: [int(part) if part.isdecimal() else part for part in _parts(file.name)]
     )
@@ -195,10 +196,10 @@ def _merged(traces: Sequence[Trace], world: int, source: Source, notes: Notes) -
 
 
 def _check_models(per_rank: Mapping[int, Sequence[RankStep]], traces: Sequence[Trace]) -> None:
-    """Raise `ConfigError` if ranks have different models although all ranks work as one group.
+    """Raise `ConfigError` if ranks have different models although all ranks form one group.
 
-    If all operations involve all ranks, gradients are averaged over all. A rank may lack gradients, but two
-    ranks must not each have gradients that the other lacks. Gradients without a shape match any shape.
+    If all operations involve all ranks, gradients are averaged over all. A rank may lack gradients, but no
+    two ranks may each have a gradient that the other lacks. Gradients without a shape match any shape.
     """
     last = {rank: steps[-1].marks for rank, steps in per_rank.items() if steps}
     groups = {

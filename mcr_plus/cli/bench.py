@@ -1,4 +1,4 @@
-"""`mcr-plus bench`: time operations on every library, through the pipeline, and on torch.distributed."""
+"""`mcr-plus bench`: time operations on every library, through the pipeline, and in torch.distributed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench(
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Verify operations, then time all libraries in turn in one job; `tuned` is the pipeline's choice."""
+    """Verify operations, then time all libraries in turns in one job; `tuned` is the pipeline's choice."""
     from mcr_plus.config.reader import load
     from mcr_plus.core.units import parse_duration
     from mcr_plus.msccl.catalog import kept

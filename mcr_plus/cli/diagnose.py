@@ -1,4 +1,4 @@
-"""`mcr-plus diagnose`: faults of a job, found in the dumps of its ranks."""
+"""`mcr-plus diagnose`: find the faults of a job in the dumps of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mcr-plus doctor`: the available backends, and installation hints for the others."""
+"""`mcr-plus doctor`: show the available backends, and installation hints for the others."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _tested_row(name: str, found: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _gpu_packages() -> dict[str, dict[str, str | None]]:
-    """Return the packages for GPUs: version, place where it matters, and installation hint if missing."""
+    """Return the packages for GPUs: version, path if relevant, and installation hint if missing."""
     from mcr_plus.backends.nccl import abi
 
     try:

@@ -1,4 +1,4 @@
-"""`mcr-plus explain`: the path of one operation through the pipeline, and the reasons for it."""
+"""`mcr-plus explain`: show the path of one operation through the pipeline, and the reasons."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show the path of an operation of KIND and BYTES through the pipeline, and the reasons for it."""
+    """Show the path of an operation of KIND and BYTES through the pipeline, and the reasons."""
     # Imported here: torch takes seconds, and other commands do not need it.
     from mcr_plus.config.names import DTYPE_NAMES
     from mcr_plus.core.kinds import ALIASES, KINDS

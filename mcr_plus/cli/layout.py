@@ -86,7 +86,7 @@ def _document(found: ProgramSurvey, dtype: str, nodes: int) -> dict[str, Any]:
 
 
 def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[str, int] | None:
-    """Return the bytes of DTensor's own plan; None between meshes, or if DTensor does not support it."""
+    """Return the bytes of DTensor's own plan; None between meshes, or if DTensor has no plan."""
     from mcr_plus.layout.survey import parse_mesh
 
     (before, ranks), (after, others) = parse_mesh(source), parse_mesh(target)
@@ -101,7 +101,7 @@ def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[
 
 
 def _steps(plan: ProgramOutcome) -> list[dict[str, Any]]:
-    """Return the steps of a plan: the layout after each, and the maximum of each load over ranks."""
+    """Return the steps of a plan: layout after the step, and maximum loads over ranks."""
     names = [step.target.name for step in plan.program.steps] or [plan.program.name]
     most = plan.loads.max(axis=0)
     return [

@@ -1,4 +1,4 @@
-"""Parts shared by `tune` and `bench`: parsing options, starting the ranks, reading their answer."""
+"""Code shared by `tune` and `bench`: parse options, start the ranks, read the answer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _INTERRUPTED = 128
 def answer_of(job: TuningJob, ranks: int | None, via: ViaChoice) -> dict[str, Any] | None:
     """Run the job on `ranks` ranks of this host and return the answer of rank 0.
 
-    Without `ranks`, this process must be a rank started by mpirun, torchrun or srun; only rank 0 then returns
-    the answer, the others None. Exits with the job's status if the job fails.
+    Without `ranks`, this process must be a rank started by mpirun, torchrun or srun; rank 0 then returns the
+    answer, other ranks return None. Exits with the job's status if the job fails.
     """
     with tempfile.TemporaryDirectory(prefix="mcr-measure-") as folder:
         job = replace(job, answer=str(Path(folder) / "answer.json"))
@@ -88,7 +88,7 @@ def names(text: str | None, what: str, known: Sequence[str], option: str) -> tup
 
 
 def kinds(text: str | None, default: Sequence[str]) -> tuple[Any, ...]:
-    """Return the kinds in `--kinds`, as spelled in calls or tables."""
+    """Return the kinds in `--kinds`, spelled as in calls or tables."""
     from mcr_plus.core.kinds import ALIASES
     from mcr_plus.tuning.operations import KINDS
 
@@ -102,7 +102,7 @@ def backend_names(text: str | None, config: Config, files: str) -> tuple[str, ..
     `files`: the option that names algorithm files.
 
     Raises:
-        ConfigError: an unknown algorithm, or a wrong algorithm file of `config`.
+        ConfigError: an unknown algorithm, or an invalid algorithm file of `config`.
         BackendUnavailable: a backend cannot be used here.
     """
     from mcr_plus import registry
@@ -163,7 +163,7 @@ def sizes(smallest: str, largest: str) -> tuple[int, int]:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse an unwritable plot before measuring for minutes."""
+    """Raise an error for an unwritable plot before minutes of measuring."""
     if path is not None:
         from mcr_plus.tuning.plot import check_available
 

@@ -146,7 +146,7 @@ def _steps(
 
 
 def _rows(algorithm: Algorithm, run: SymbolicRun, rank: int | None) -> list[list[str]]:
-    """Return a row per round, and a last one for deadlocked steps."""
+    """Return a row per round, and a last row for deadlocked steps."""
     width = algorithm.ranks if rank is None else len(algorithm.programs[rank].blocks)
     cells: dict[int, list[list[str]]] = {}
     for (number, index, at), block, step in _steps(algorithm, rank):
@@ -160,7 +160,7 @@ def _rows(algorithm: Algorithm, run: SymbolicRun, rank: int | None) -> list[list
 
 
 def _does(block: ThreadBlock, step: AlgorithmStep) -> str:
-    """Return a step in symbols: `3 + i[2] → o[2] → 1` receives from 3, adds i[2], stores, sends to 1."""
+    """Return a step in symbols. `3 + i[2] → o[2] → 1`: receive from 3, add i[2], store, send to 1."""
     from mcr_plus.msccl.algorithm import READS, RECEIVES, SENDS, WRITES
 
     source, target = _chunks(step.source, step.count), _chunks(step.target, step.count)

@@ -36,7 +36,7 @@ def print_written(path: Path, what: str) -> None:
 
 
 def rule_count(table: tables.Table) -> str:
-    """Return the number of a table's rules as text: `3 rules, 2 of them for the built-in preference`."""
+    """Count a table's rules, as text: `3 rules, 2 of them for the built-in preference`."""
     from mcr_plus.tables.table import BUILT_IN
 
     count, defaults = len(table.rules), sum(rule.backend == BUILT_IN for rule in table.rules)
@@ -50,7 +50,7 @@ def print_result(text: str) -> None:
 
 
 def _print_line(text: str, style: str, rest: str = "", *, stderr: bool = False) -> None:
-    """Print one line without wrapping: `text`, on a terminal in a style, and the rest of it."""
+    """Print one line without wrapping: `text` (styled on a terminal), then `rest`."""
     stream = sys.stderr if stderr else sys.stdout
     if not stream.isatty():
         print(f"{text}{rest}", file=stream)
@@ -62,7 +62,7 @@ def _print_line(text: str, style: str, rest: str = "", *, stderr: bool = False) 
 
 
 def print_table(title: str, columns: Row, rows: Sequence[Row]) -> None:
-    """Print a table: with borders on a terminal, else as plain columns separated by two blanks."""
+    """Print a table: with borders on a terminal, otherwise as plain columns separated by two spaces."""
     if not sys.stdout.isatty():
         print("\n".join(plain_lines(title, columns, rows)))
         return

@@ -1,4 +1,4 @@
-"""`mcr-plus plan`: search the best buckets of a captured step, and predict its time, here or elsewhere."""
+"""`mcr-plus plan`: search for the best buckets of a captured step, and predict the step time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(
     report: Annotated[Path | None, typer.Option(help="Write a report as HTML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Search the best buckets of a captured step; predict its time, its bound and the gain of changes."""
+    """Search for the best buckets of a captured step; predict its time, a bound, and gains of changes."""
     from mcr_plus.bucketing.advise import advise
     from mcr_plus.bucketing.traces import load_step
     from mcr_plus.config.reader import load
@@ -63,7 +63,7 @@ def plan(
         captured = replace(captured, notes=(*captured.notes, *notes))
         advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
     except McrError as error:
-        _print_notes(captured)  # an unknown operation, for instance, may be the reason
+        _print_notes(captured)  # for example, an unknown operation may be the reason
         if not isinstance(error, InvalidArgument):
             raise
         hint = "" if topology is not None else " (--topology describes a larger cluster)"
@@ -103,7 +103,7 @@ def _check_report(path: Path) -> None:
 
 
 def _check_output(path: Path, step: CapturedStep) -> None:
-    """Raise a usage error for `-o` if the plan could not be written, or no job could use it."""
+    """Raise a usage error for `-o` if the plan could not be written, or if no job could use the plan."""
     from mcr_plus.bucketing.programs import gradients_of
 
     problem = None
@@ -130,7 +130,7 @@ def _by_caller(pipeline: Config) -> bool:
 
 
 def _codec(step: CapturedStep, pipeline: Config) -> tuple[str | None, list[str]]:
-    """Return the gradients' codec, None if the prediction cannot include it, and notes on omissions."""
+    """Return the gradients' codec (None if it cannot be predicted), and notes on omissions."""
     from mcr_plus.bucketing.scaling import wire_bytes
     from mcr_plus.bucketing.step import ReadyEvent
     from mcr_plus.compression.options import CompressOptions
@@ -218,7 +218,7 @@ def _document(step: CapturedStep, advice: PlanAdvice) -> dict[str, Any]:
 
 
 def _write_plan(path: Path, pipeline: Config, step: CapturedStep, advice: PlanAdvice) -> None:
-    """Write the pipeline with the plan, and the buckets in a file beside it."""
+    """Write the pipeline with the plan to a file, and the buckets to a second file beside it."""
     import yaml
 
     from mcr_plus.bucketing.buckets import unused_in

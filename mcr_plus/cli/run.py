@@ -25,7 +25,7 @@ class ViaChoice(str, Enum):
 
 
 def _refuse_hosts(value: str | None) -> None:
-    """Refuse options by which other launchers take hosts; name the launchers for several hosts."""
+    """Raise an error for other launchers' options for hosts, and name launchers for several hosts."""
     if value is not None:
         raise typer.BadParameter(
             f"{value}: mcr-plus run starts ranks on this host alone. On several hosts, start the program by "
@@ -34,7 +34,7 @@ def _refuse_hosts(value: str | None) -> None:
 
 
 def _refuse_number(value: str | None) -> None:
-    """Refuse options by which other launchers take the number of ranks."""
+    """Raise an error for other launchers' options for the number of ranks."""
     if value is not None:
         raise typer.BadParameter(
             f"{value}: mcr-plus run takes the number of ranks on this host by -n {value}"
@@ -154,7 +154,7 @@ def program(script: str, *, module: bool = False) -> list[str]:
 
 
 def _configured_backends(config: Path | None) -> tuple[str, ...] | None:
-    """Return the backends of a configuration, which is checked once here instead of on every rank."""
+    """Return the backends of a configuration; checks it once here, instead of on every rank."""
     if config is None:
         return None
     from mcr_plus.config.reader import load

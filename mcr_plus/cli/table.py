@@ -107,7 +107,7 @@ def export(
 ) -> None:
     """Write rules of TABLE in another library's format, with a line on stderr for each omission.
 
-    Status 1 if a rule is not, or not fully, exported; no file is written if none is.
+    Status 1 if a rule is not, or not fully, exported. If no rule can be exported, no file is written.
     """
     from mcr_plus.config.document import write_text
     from mcr_plus.tables.interchange import export as export_table
@@ -161,7 +161,7 @@ def import_(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Convert FILE to a table; stderr has a line for each omission, and one for each kind of operation."""
+    """Convert FILE to a table; stderr gets a line for each omission and each kind of operation."""
     from mcr_plus.config.document import read_bytes
     from mcr_plus.errors import ConfigError
     from mcr_plus.tables.interchange import import_ as import_table

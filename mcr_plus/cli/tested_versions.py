@@ -1,4 +1,4 @@
-"""Library versions that the tests have run with, as docs/installation.md lists them."""
+"""Library versions that have been tested, as listed in docs/installation.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TESTED: Final = {
 
 
 def tested_versions() -> dict[str, dict[str, str | bool | list[str] | None]]:
-    """Return for each library the installed version, the tested versions, and whether these include it."""
+    """Return, for each library, the installed version, the tested versions, and whether it is among them."""
     found: dict[str, dict[str, str | bool | list[str] | None]] = {}
     for name, tested in TESTED.items():
         installed = _installed(name)

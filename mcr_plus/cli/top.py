@@ -1,4 +1,4 @@
-"""`mcr-plus top`: current activity of the ranks of running jobs on this host, and the ranks they wait for."""
+"""`mcr-plus top`: show what the ranks of running jobs on this host do, and for whom they wait."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def top(
 ) -> None:
     """Show the activity of your running jobs' ranks on this host, and the ranks that they wait for.
 
-    It reads the ranks' status pages and disturbs no rank; ranks that hang or are stopped are shown too.
-    Ctrl-C ends it.
+    The command reads the ranks' status pages and disturbs no rank; ranks that hang or are stopped are shown,
+    too. Ctrl-C ends it.
     """
     from mcr_plus.observe.job_status import survey
 
@@ -173,7 +173,7 @@ def _said(job: ObservedJob) -> list[str]:
 
 
 def _rows(job: ObservedJob, member: Member) -> list[tuple[str, ...]]:
-    """Return the rows of a rank: one for each group that has issued anything, the group it waits in first."""
+    """Return the rows of a rank: one for each active group, the group in which it waits first."""
     from mcr_plus.observe.findings import seconds
 
     here = len(set(job.hosts)) == 1
@@ -210,7 +210,7 @@ def _cells(member: Member, group: GroupTraffic | None) -> tuple[str, ...]:
         return ("",) * 6
     wait = next((each for each in member.waits if each.group == group.name), None)
     speeds = f"{group.operations_per_s:,.1f}", f"{about(round(group.bytes_per_s))}/s"
-    if member.state in _GONE:  # these were its last
+    if member.state in _GONE:  # its last values
         speeds = "", ""
     if wait is None or member.state != "waiting":
         return group.name, str(group.issued), group.last, "", *speeds

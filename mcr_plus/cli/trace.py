@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="Merge traces of ranks.")
 
 @app.callback()
 def _commands() -> None:
-    """Keep `merge` a subcommand: typer would run a single command without its name."""
+    """Keep `merge` a subcommand: typer would accept a single command without its name."""
 
 
 @app.command()

@@ -44,7 +44,7 @@ def tune(
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Measure and write a tuning table; after the end of the budget, the same command continues.
+    """Measure and write a tuning table; if the budget runs out, repeat the command to continue.
 
     Omit -n inside a job that was started by mpirun, torchrun or srun, for instance on several hosts.
     """
@@ -101,7 +101,7 @@ def tune(
 
 
 def _check_output(output: Path, figures: Path) -> None:
-    """Refuse unwritable outputs, and tables that `tune` has not written, before measuring for minutes."""
+    """Raise an error for unwritable outputs, and for tables not written by `tune`, before measuring."""
     from mcr_plus.tuning.worker import COMMENT
 
     if not output.parent.is_dir():
@@ -177,7 +177,7 @@ def _print(table: Table, samples: list[Sample], answer: Mapping[str, Any]) -> No
 
 
 def _unfinished(answer: Mapping[str, Any]) -> str:
-    """Return a summary of a run that the budget ended, with instructions to continue."""
+    """Summarize a run that ran out of budget, with instructions to continue."""
     (done, planned), missing = answer["coverage"], answer["missing"]
     then = "run the same command again to continue, or give it a longer --budget."
     if done >= planned:
@@ -189,7 +189,7 @@ def _unfinished(answer: Mapping[str, Any]) -> str:
 
 
 def _left_out_sizes(missing: Sequence[tuple[int, int, int, float]]) -> list[str]:
-    """Return a line with the first incompletely measured sizes and the expected times to complete them."""
+    """Return a line with the first incompletely measured sizes and the expected times for the rest."""
     from mcr_plus.core.units import size_words
 
     if not missing:
@@ -225,7 +225,7 @@ def _sizes(rule: TableRule) -> str:
 
 
 def _left_out(samples: list[Sample]) -> list[tuple[str, str, str, str]]:
-    """Return (operation, backend, sizes, problem) of exclusions; problems that differ in numbers are one."""
+    """Return (operation, backend, sizes, problem) of exclusions; numbers do not distinguish problems."""
     sizes: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
     for sample in samples:
         if sample.problem is not None:

@@ -21,8 +21,8 @@ def validate(
 ) -> None:
     """Check FILE, its tables, plans and algorithms, and print the resolved pipeline with defaults.
 
-    For a tuning table, print one line with its number of rules. Codecs that are known to cost quality where
-    they compress gradients are noted on stderr.
+    For a tuning table, print one line with its number of rules. A note on stderr names codecs of gradients
+    that are known to cost quality.
     """
     from mcr_plus.compression.policy import cautions, unusable
     from mcr_plus.config.document import Mistakes, read_document
@@ -38,7 +38,7 @@ def validate(
         return
     mistakes = Mistakes()
     config = mistakes.collect(lambda: load(file), None)
-    # A broken configuration names tables all the same: report their mistakes in the same run.
+    # An invalid configuration may still name tables: report mistakes in these tables, too.
     if config is None:
         for table in named_tables(document):
             mistakes.collect(partial(load_table, table), None)

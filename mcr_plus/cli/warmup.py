@@ -49,7 +49,7 @@ def warmup(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compile the kernels of shared memory, codecs, checksums, mcr.expert once; jobs load them from disk."""
+    """Compile the kernels (shared memory, codecs, checksums, mcr.expert) once; jobs load them from disk."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -78,7 +78,7 @@ def warmup(
 
 
 def _compile(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Compile the named kernels on all cores, the longest first; yield a row for each finished kernel."""
+    """Compile the named kernels on all cores, slowest first; yield a row for each finished kernel."""
     from mcr_plus.core.environment import usable_cores
 
     ordered = sorted(names, key=lambda name: name not in _LONG)
@@ -175,9 +175,9 @@ _LIBRARIES: Final = {
 
 
 def tasks(codecs: list[str] | None, only: list[str] | None = None) -> dict[str, Callable[[], None]]:
-    """Return functions that compile the kernels of these codecs, or `only` these, by name; None: all.
+    """Return, by name, functions that compile the kernels of these codecs (None: all), or `only` these.
 
-    MPI's reductions of 16-bit floats are left out: they are compiled anew in every process.
+    MPI's reductions of 16-bit floats are omitted: every process compiles them again.
     """
     if not only:
         return _codecs(codecs) if codecs else {**_LIBRARIES, **_codecs(None)}

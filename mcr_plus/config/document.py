@@ -1,4 +1,4 @@
-"""YAML documents with the line of every entry: the only reader of YAML.
+"""YAML documents with the line of every entry; no other module reads YAML.
 
     read_document("run.yaml")        a Document: plain data, and the line of every entry
     dict_document({"version": 1})    the same from a mapping in Python
@@ -33,7 +33,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data (dict, list, str, int, float, bool, None), and the place of each part in the source.
+    """Plain data (dict, list, str, int, float, bool, None), and the place of each entry in the source.
 
     Relative paths in the document are relative to `folder`.
     """
@@ -63,7 +63,7 @@ class Document:
 
 
 class Mistakes:
-    """Collects the errors of a document, so that all of them are reported at once."""
+    """Collects the errors of a document, so that all are reported at once."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -81,7 +81,7 @@ class Mistakes:
             return default
 
     def raise_all(self) -> None:
-        """Raise one `ConfigError` with a line per mistake, ordered by file and line, if there is any."""
+        """Raise one `ConfigError` with a line per mistake, by file and line, if there are mistakes."""
         if not self._lines:
             return
         lines = list(dict.fromkeys(self._lines))
@@ -95,13 +95,13 @@ class Mistakes:
 
 
 def _file_and_line(mistake: str) -> tuple[str, int]:
-    """Return the file and the line that a mistake names; `("", 0)` without a line."""
+    """Return the file and the line of a mistake; `("", 0)` without a line."""
     place = re.match(r"(.+?):(\d+): ", mistake)
     return (place[1], int(place[2])) if place else ("", 0)
 
 
 def path_text(keys: Keys) -> str:
-    """Return the path of an entry as errors print it: `pipeline[1].compress.codec`."""
+    """Return the path of an entry as in errors: `pipeline[1].compress.codec`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return text.removeprefix(".") or "document"
 
@@ -118,8 +118,8 @@ def read_document(path: str | Path, *, versioned: bool = True) -> Document:
 def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
     """Return the content of a regular file of at most `most` bytes, a whole number of MiB.
 
-    Raises `ConfigError` for other files, because a FIFO may have no writer and a device no end. The error
-    begins with `place`; it names the file too, unless `place` is the file.
+    Raises `ConfigError` for other files, because a FIFO may have no writer, and a device no end. The error
+    begins with `place`, and also names the file, unless `place` is the file.
     """
     name = "" if place == str(path) else f" {str(path)!r}"
     try:
@@ -154,7 +154,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: cannot write: not a regular file")
-        path.write_text(text, "utf-8", "backslashreplace")  # a name may hold bytes that are no text
+        path.write_text(text, "utf-8", "backslashreplace")  # a name may contain bytes that are not text
     except (OSError, ValueError) as error:  # ValueError: the name has a null byte
         raise ConfigError(f"{path}: cannot write: {getattr(error, 'strerror', None) or error}") from None
 
@@ -169,8 +169,8 @@ def _read_text(path: Path, place: str) -> str:
 def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True) -> Document:
     """Parse YAML text: one document, a mapping at the root, no tags, anchors, aliases or duplicate keys.
 
-    `versioned`: the mapping must have a key `version`. A file without it is not a configuration and may hold
-    secrets, so no error quotes from it.
+    `versioned`: the mapping must have a key `version`. A file without this key is not a configuration and may
+    contain secrets, so errors do not quote it.
     """
     from mcr_plus.config.parsing import parse_mapping  # lazy: a job without a file needs no PyYAML
 
@@ -181,7 +181,7 @@ def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True
 
 
 def dict_document(data: Mapping[str, Any], name: str = NO_FILE, folder: Path | None = None) -> Document:
-    """Copy a mapping into plain data; raise `ConfigError` for values that a YAML file cannot hold."""
+    """Copy a mapping into plain data; raise `ConfigError` for values that YAML cannot represent."""
     place = Document({}, name, folder or Path())
     copied = _copy(data, (), place)
     if not isinstance(copied, dict):
@@ -226,7 +226,7 @@ def mapping_at(document: Document, keys: Keys, example: str = "") -> dict[str, A
 
 
 def list_at(document: Document, key: str) -> list[Any] | None:
-    """Return the list under a key of the root, None without the key; raise `ConfigError` for other values."""
+    """Return the list at a key of the root (None without the key); raise `ConfigError` for other values."""
     value = document.data.get(key)
     if value is not None and not isinstance(value, list):
         raise document.error((key,), f"expected a list, got {short(value)}")
@@ -234,7 +234,7 @@ def list_at(document: Document, key: str) -> list[Any] | None:
 
 
 def check_keys(document: Document, keys: Keys, known: Sequence[str]) -> None:
-    """Raise one `ConfigError` that names all unknown keys of the mapping at `keys`, if there are any."""
+    """Raise one `ConfigError` for all unknown keys of the mapping at `keys`, if there are any."""
     strange = [key for key in mapping_at(document, keys) if key not in known]
     if strange:
         raise document.errors([((*keys, key), unknown("key", key, known)) for key in strange])

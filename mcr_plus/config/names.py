@@ -22,14 +22,14 @@ def kind_matches(pattern: str, kind: str) -> bool:
 
 
 def refuse_recv(name: str) -> str:
-    """Return a kind's name; raise ValueError for `recv`, since both ends of a message must choose alike."""
+    """Return a kind's name; raise ValueError for `recv`: both ends of a message must choose the same."""
     if name == "recv":
         raise ValueError("a recv is treated like its send; write 'send', which covers both")
     return name
 
 
 def read_backends(document: Document) -> tuple[str, ...] | None:
-    """Return the list `backends` of a document, checked; None if there is none."""
+    """Return the validated list `backends` of a document; None without a list."""
     names = list_at(document, "backends")
     if names is None:
         return None
@@ -52,7 +52,7 @@ def read_backends(document: Document) -> tuple[str, ...] | None:
 
 
 def stored_backend(choice: T) -> T:
-    """Return `name` or `name:algorithm` as it is stored and shown: `msccl:ring` for `shm:ring`.
+    """Return the stored and displayed form of `name` or `name:algorithm`: `msccl:ring` for `shm:ring`.
 
     A value other than a string is returned unchanged.
     """
@@ -73,7 +73,7 @@ def names_no_algorithm(choice: object) -> bool:
 
 
 def read_backend(text: object, document: Document, keys: Keys) -> str:
-    """Return the backend that a document names, `name` or `name:algorithm`, as it is stored.
+    """Return the backend that a document names (`name` or `name:algorithm`), in its stored form.
 
     Raises `ConfigError` unless a backend of this name is registered.
     """
@@ -90,5 +90,5 @@ DTYPE_NAMES: tuple[str, ...] = tuple(dtype_name(dtype) for dtype in DTYPES)
 
 
 def kind_name(name: str) -> str:
-    """Return the kind that a name in a rule or table means: `all_to_all` for `all_to_all_single`."""
+    """Return the kind for a name in a rule or table: `all_to_all` for `all_to_all_single`."""
     return ALIASES.get(name, name)

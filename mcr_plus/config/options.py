@@ -1,4 +1,4 @@
-"""Options of stages and codecs: their pydantic models, and functions that read, write and check them."""
+"""Options of stages and codecs: pydantic models, and functions to read, write and check options."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def size_text(value: int | None, info: SerializationInfo) -> int | str | None:
 
 
 def duration_text(value: float | str, info: SerializationInfo) -> float | str:
-    """Serialize a duration: a number, or text with a unit when a context is given; words stay."""
+    """Serialize a duration: a number, or text with a unit when a context is given; words are unchanged."""
     return f"{value!r}s".replace(".0s", "s") if info.context and not isinstance(value, str) else value
 
 
-# Serialized with a context (any), these types become text with units, for people to read.
+# Serialized with any context, these types become text with units, for people to read.
 Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(duration_text)]
 
 
@@ -59,7 +59,7 @@ BytesOrNone = Annotated[int | None, BeforeValidator(size_or_none), PlainSerializ
 
 @dataclass(frozen=True)
 class ReadContext:
-    """The place of the mapping that a model validates."""
+    """Place of the mapping that a model validates."""
 
     document: Document
     keys: Keys
@@ -78,14 +78,14 @@ class Scope(Enum):
 
 
 def options_marked(model: type[BaseModel], scope: Scope) -> tuple[str, ...]:
-    """Return the names of a model's options with a mark, in their order."""
+    """Return the names of a model's options with a mark, in the model's order."""
     return tuple(name for name, field in model.model_fields.items() if scope in field.metadata)
 
 
 class StageOptions(BaseModel):
-    """The options of a stage or of a codec: frozen, unknown keys refused, no conversion between types.
+    """Options of a stage or codec: immutable, without unknown keys or conversions between types.
 
-    A stage declares its options as the class attribute `Options`, which may be any pydantic model; a subclass
+    A stage declares its options as the class attribute `Options`, which may be any pydantic model. A subclass
     of this class may also override reading, writing and checking.
     """
 
@@ -97,11 +97,11 @@ class StageOptions(BaseModel):
         return validate(cls, {**base, **mapping_at(document, keys)}, document, keys)
 
     def plain(self, *, units: bool = False) -> dict[str, Any]:
-        """Return the mapping from which these options are read; see `plain_options`."""
+        """Return the mapping from which these options can be read, see `plain_options`."""
         return self.model_dump(mode="json", by_alias=True, context={"units": True} if units else None)
 
     def by_content(self) -> dict[str, Any]:
-        """Return the data that ranks compare: as `plain`, with digests of files instead of their paths."""
+        """Return the data that ranks compare: like `plain`, with digests of files instead of paths."""
         return self.plain()
 
     def files(self) -> Sequence[TableRef]:
@@ -113,15 +113,15 @@ class StageOptions(BaseModel):
         stages: Collection[str] | None,  # noqa: ARG002 - for classes that override it
         backends: Sequence[str] | None,  # noqa: ARG002
     ) -> tuple[Keys, str] | None:
-        """Return the first conflict with the rest of the configuration: keys in these options, and reason.
+        """Return the first conflict with the rest of the configuration, as (keys in these options, reason).
 
-        `stages`: the names in the pipeline, None to skip checks against them. `backends`: the configuration's
-        backends, None for all available ones.
+        `stages`: names of the pipeline's stages, None to skip checks against them. `backends`: the
+        configuration's backends, None for all available ones.
         """
         return None
 
     def named_backends(self) -> Mapping[str, str]:
-        """Return the backends, or `backend:algorithm`, that these options name, by their keys."""
+        """Return the backends, or `backend:algorithm`, in these options, by key."""
         return {}
 
 
@@ -146,13 +146,13 @@ def some_of(known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
 
 
 class NoOptions(StageOptions):
-    """The model of a stage or codec without options: every key is refused."""
+    """Options of a stage or codec without options: every key is refused."""
 
 
 def validate(
     model: type[M], data: Mapping[str, Any], document: Document, keys: Keys, beside: tuple[str, ...] = ()
 ) -> M:
-    """Validate `data` with a model; `beside` are further known keys, for the message only."""
+    """Validate `data` with a model. `beside`: further known keys, for the message only."""
     try:
         return model.model_validate(dict(data), context=ReadContext(document, keys))
     except ValidationError as error:
@@ -165,10 +165,10 @@ def validate(
             for detail in details
             if detail not in strange and not (strange and detail["type"] == "missing")
         ]
-        problems: dict[Keys, str] = {}  # a union has one error per member: the first counts
+        problems: dict[Keys, str] = {}  # a union has one error per member; the first is used
         for detail in (*strange, *others):
             at: Keys = tuple(detail["loc"])
-            # If a mapping is missing, suggest the keys of that mapping, otherwise the keys beside the entry.
+            # If a mapping is missing, suggest the keys of the mapping, otherwise the keys beside the entry.
             inside = (*at, "") if detail["type"] in _NO_MAPPING else at
             problems.setdefault((*keys, *at), _explain(dict(detail), _known(model, inside) or known))
         raise document.errors(problems.items()) from None
@@ -187,7 +187,7 @@ def _known(model: type[BaseModel], at: Keys) -> tuple[str, ...]:
 
 
 def _explain(error: Mapping[str, Any], known: tuple[str, ...]) -> str:
-    """Phrase a pydantic error like the other errors of configurations."""
+    """Return a pydantic error in the style of other errors of configurations."""
     value, loc, context = error["input"], error["loc"], error.get("ctx", {})
     if error["type"] == "extra_forbidden":
         return unknown("key", loc[-1], known or ("none, it takes no options",))
@@ -249,7 +249,7 @@ def plain_options(options: BaseModel, *, units: bool = False) -> dict[str, Any]:
 
 
 def options_by_content(options: BaseModel) -> dict[str, Any]:
-    """Return the data of options that ranks compare: see `StageOptions.by_content`."""
+    """Return the data of options that ranks compare, see `StageOptions.by_content`."""
     return options.by_content() if isinstance(options, StageOptions) else plain_options(options)
 
 

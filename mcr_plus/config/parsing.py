@@ -36,7 +36,7 @@ def parse_mapping(
 
 
 def _yaml_error(name: str, line: int, what: str) -> ConfigError:
-    # The most frequent cause is a comparison without quotes, such as `bytes: >=1MiB`.
+    # The most frequent cause is an unquoted comparison, such as `bytes: >=1MiB`.
     hint = "; put a string that begins with > in quotes" if "chomping" in what else ""
     return ConfigError(f"{name}:{line}: document: not valid YAML: {what}{hint}")
 
@@ -58,7 +58,7 @@ class _Refused(yaml.YAMLError):
 
 
 class _PlainNodes(Composer):
-    """Composes nodes; refuses features that can make a short file large, hidden or executable."""
+    """Composes nodes; refuses features by which a short file could become large, hidden or executable."""
 
     depth = 0
 
@@ -82,7 +82,7 @@ class _PlainNodes(Composer):
 
 
 class _Loader(_PlainNodes, yaml.SafeLoader):
-    """Uses PyYAML's own parser, whose messages our errors quote."""
+    """Uses PyYAML's own parser, because our errors quote its messages."""
 
 
 _cyaml: Any = getattr(yaml, "cyaml", None)  # missing if PyYAML was built without libyaml
@@ -105,7 +105,7 @@ _FastLoader: Any = _Loader if _cyaml is None else _fast_loader()
 
 def _root(text: str) -> Any:
     if "\t" not in text and "?" not in text:  # libyaml accepts more uses of these than PyYAML
-        with contextlib.suppress(yaml.YAMLError):  # parsed again below, for PyYAML's message
+        with contextlib.suppress(yaml.YAMLError):  # parsed again below to get PyYAML's message
             return _FastLoader(text).get_single_node()
     return _Loader(text).get_single_node()
 

@@ -1,13 +1,13 @@
-"""Reader of configurations: a job's pipeline file, checked before the first operation.
+"""Read a job's configuration, and check it before the first operation.
 
-    load("run.yaml")            a Config: frozen and checked; every name in it is known
+    load("run.yaml")            a Config: immutable and checked; every name in it is known
     config.rule_for(...)        the first rule that matches an operation
-    fingerprint(config)         a hash that ranks compare at the start, because all must decide alike
+    fingerprint(config)         a hash that ranks compare at the start: all must decide in the same way
 
 `document.py` reads the YAML, `core/environment.py` the environment.
 
-A mistake in a file raises a `ConfigError`. Its text has one line per mistake: `file:line: path: ` and
-the problem, with the expected or known values, for example
+Mistakes in a file raise a `ConfigError` with one line per mistake: `file:line: path: ` and the problem, with
+expected or known values, for example
 
     run.yaml:7: pipeline[1].compress.codec: unknown codec 'int9'; known: bf16, fp16, none
 
@@ -102,9 +102,9 @@ def dump(config: Config, *, units: bool = False) -> dict[str, Any]:
 
 
 def fingerprint(config: Config) -> str:
-    """Return a SHA-256 in hex, equal for configurations that decide alike.
+    """Return a SHA-256 in hex, equal for configurations with the same decisions.
 
-    Tables and algorithm files are hashed by content, not by path, and `observe` not at all. Raises
+    Tables and algorithm files are hashed by content, not by path; `observe` is not hashed. Raises
     `ConfigError` if a file cannot be read.
     """
     data = _dump(config, options_by_content)
@@ -153,7 +153,7 @@ def _config(document: Document) -> Config:
     algorithms = mistakes.collect(lambda: _algorithms(document), ())
     observe = mistakes.collect(partial(_observe, document), None) or default_observe()
     config = Config(1, backends, pipeline, rules, algorithms, document.name, observe)
-    if len(mistakes):  # the files are normally read later, which this error prevents: report theirs now
+    if len(mistakes):  # files are normally read later, but not after this error: report their mistakes now
         for ref in config.tables:
             mistakes.collect(ref.digest, None)
         for files in algorithms:
@@ -163,7 +163,7 @@ def _config(document: Document) -> Config:
 
 
 def is_table(document: Document) -> bool:
-    """Return whether a document is a tuning table, which users may pass as a configuration by mistake."""
+    """Return whether a document is a tuning table, which may be passed as a configuration by mistake."""
     rules = document.data.get("rules")
     of_table = isinstance(rules, list) and any(
         isinstance(rule, dict) and {"kind", "bytes"} <= set(rule) and "match" not in rule for rule in rules
@@ -232,7 +232,7 @@ def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, 
 
 
 def _with_required(stages: list[StageSpec]) -> list[StageSpec]:
-    """Add the required stages, with default options, if the document leaves them out."""
+    """Add required stages that the document omits, with default options."""
     select, dispatch = (
         []
         if any(spec.name == name for spec in stages)
@@ -244,7 +244,7 @@ def _with_required(stages: list[StageSpec]) -> list[StageSpec]:
 
 
 def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
-    """Return the name of every stage, None for an invalid one; None instead of a list without a pipeline."""
+    """Return the name of every stage (None for an invalid one); None without a pipeline."""
     items = list_at(document, "pipeline")
     if items is None:
         return None
@@ -289,7 +289,7 @@ def _check_order(names: Sequence[str], document: Document) -> None:
 
 
 def _rank(stage: str) -> float:
-    """Return the position of a built-in stage; for other packages' stages NaN, which is unordered."""
+    """Return the position of a built-in stage; NaN, which is unordered, for stages of other packages."""
     return registry.STAGE_ORDER.index(stage) if stage in registry.STAGE_ORDER else math.nan
 
 
@@ -340,8 +340,8 @@ def _rule(
 def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
     """Return the stages to check a rule against when the pipeline has mistakes.
 
-    These are the valid stages, and built-in stages with default options for the rest. `compress` is assumed
-    only if the rule names a codec, because the codec determines which other options are valid.
+    These are the valid stages, and built-in stages with default options instead of invalid ones. `compress`
+    is assumed only if the rule names a codec, because the codec determines the other valid options.
     """
     compress = rule.get("compress")
     names_codec = isinstance(compress, Mapping) and "codec" in compress

@@ -1,4 +1,4 @@
-"""The configuration as data: stages, rules and their conditions."""
+"""Configuration as data: stages, rules and conditions of rules."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from mcr_plus.errors import ConfigError, short, unknown
 
 @dataclass(frozen=True)
 class TableRef:
-    """A table or plan file as a configuration names it, relative to the configuration's folder.
+    """A table or plan file named in a configuration, relative to the configuration's folder.
 
-    References are equal if their texts are equal, wherever the configuration was read from.
+    References are equal if their texts are equal, wherever the configuration was read.
     """
 
     text: str
@@ -78,14 +78,14 @@ def file_ref(value: object, info: ValidationInfo, what: str) -> TableRef:
 
 @dataclass(frozen=True)
 class AlgorithmsRef:
-    """An algorithm file, or a folder of them, as a configuration names it; see `TableRef`."""
+    """An algorithm file, or a folder of algorithm files, named in a configuration; see `TableRef`."""
 
     text: str
     folder: Path = field(default=Path(), compare=False)
     place: str = field(default=f"{NO_FILE}: algorithms", compare=False)
 
     def resolve(self) -> list[Path]:
-        """Return the file, or the files `*.xml` of the folder; raises `ConfigError` if there is none."""
+        """Return the file, or the `*.xml` files of the folder; raises `ConfigError` if there are none."""
         path = self.folder / self.text
         candidates = sorted(path.glob("*.xml")) if path.is_dir() else [path]
         files = [candidate for candidate in candidates if candidate.is_file()]
@@ -95,7 +95,7 @@ class AlgorithmsRef:
         return files
 
     def digests(self) -> list[str]:
-        """Return a string per file: its name and the SHA-256 of its content."""
+        """Return a string per file: name and SHA-256 of the content."""
         try:
             return [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in self.resolve()]
         except OSError as error:
@@ -104,7 +104,7 @@ class AlgorithmsRef:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One stage of a pipeline: its registered name and its validated options."""
+    """One stage of a pipeline: registered name and validated options."""
 
     name: str
     options: BaseModel
@@ -113,7 +113,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Override:
-    """The options of one stage under a rule, and the names of the options that the rule sets."""
+    """Options of one stage under a rule, and the names of the options that the rule sets."""
 
     stage: str
     options: BaseModel
@@ -163,7 +163,7 @@ Glob = Annotated[str, Field(min_length=1)]
 
 
 class Match(StageOptions):
-    """The operations that a rule applies to; a field that is None restricts nothing.
+    """Operations to which a rule applies; a field that is None matches everything.
 
     `tag` and `param` are case-sensitive globs. A `tag` glob matches only operations with a tag, a `param`
     glob only gradients of a model's parameters.
@@ -206,7 +206,7 @@ def _glob_matches(glob: str | None, name: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Overrides for the operations that `match` covers; other options stay as the pipeline sets them.
+    """Overrides for operations that `match` covers; for other options the pipeline's values apply.
 
     `place` (`run.yaml:8: rules[0]`) is unique within a configuration.
     """
@@ -234,10 +234,10 @@ def default_observe() -> BaseModel | None:
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. Equal configurations make equal decisions, wherever they were read from.
+    """A checked configuration. Equal configurations make equal decisions, wherever they were read.
 
     `backends` is the fallback order; None means every available backend. `observe` changes the reports about
-    a job, but never its behaviour; it may differ between ranks.
+    a job, never its behaviour, and may differ between ranks.
     """
 
     version: int = 1
@@ -259,7 +259,7 @@ class Config:
     ) -> Rule | None:
         """Return the first rule that covers an operation, or None.
 
-        `nbytes` is None if sizes differ between ranks; the operation then counts as large. `dtype` is a name
+        `nbytes` is None if sizes differ between ranks; then the operation counts as large. `dtype` is a name
         such as "float32".
         """
         for rule in self.rules:
@@ -279,18 +279,18 @@ class Config:
 
     @property
     def all_options(self) -> tuple[BaseModel, ...]:
-        """The options of all stages, and the options that rules override."""
+        """Options of all stages, and options that rules override."""
         changed = (override.options for rule in self.rules for override in rule.overrides)
         return (*(spec.options for spec in self.pipeline), *changed)
 
     @property
     def tables(self) -> tuple[TableRef, ...]:
-        """The table files named in the options of stages; the files are not read."""
+        """Table files named in the options of stages; the files are not read."""
         named = (options for options in self.all_options if isinstance(options, StageOptions))
         return tuple(ref for options in named for ref in options.files())
 
     def with_backends(self, backends: Sequence[str]) -> Config:
-        """Return this configuration with another list of backends, checked as if the file contained it."""
+        """Return this configuration with another list of backends, checked like a list in the file."""
         names = read_backends(dict_document({"backends": list(backends)}))
         for rule in self.rules:
             if rule.backend is not None and names is not None and backend_name(rule.backend) not in names:

@@ -1,1 +1,1 @@
-"""Collectives over several hosts, decomposed into steps inside the nodes and between them."""
+"""Collectives over several hosts, decomposed into steps inside nodes and between nodes."""

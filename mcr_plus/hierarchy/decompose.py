@@ -25,9 +25,9 @@ Prepare = Callable[[], None] | None
 class Decomposition(ABC):
     """Operation decomposed into steps.
 
-    `steps` maps the group of each step to its signature. All ranks have the same signatures, also for steps
-    that only some nodes run, so that every rank finds out if a step is unsupported. `remark` is appended to
-    the line that `explain` prints.
+    `steps` maps the group of each step to the step's signature. All ranks have the signatures of all steps,
+    even of steps that only some nodes run, so that every rank notices an unsupported step. `remark` is
+    appended to the line that `explain` prints.
     """
 
     steps: dict[Part, Signature]
@@ -58,7 +58,7 @@ class Decomposition(ABC):
         """Adapt the steps to a codec between nodes; called before `bind` if the inter step has one."""
 
     def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:
-        """Bind the steps; `next` is the rest of the pipeline of the group itself."""
+        """Bind the steps; `next` is the rest of the pipeline of the undivided group."""
         self._issues = {part: bind(part, step) for part, step in self.steps.items()}
         if self.has_rest:
             self._bind_rest(next)
@@ -76,7 +76,7 @@ class Decomposition(ABC):
             async_op=True,
             call=self.signature.as_call(),
         )
-        # The key names the codec's state, so only the compressed step gets it.
+        # The key identifies the codec's state, so only the compressed step gets the key.
         key = self.signature.key if part == "inter" else None
         group = f"{self.signature.group}/{self.nodes.group_name(part)}"
         return like.replace(
@@ -102,7 +102,7 @@ class Decomposition(ABC):
         return self._pool.lease(torch.device(self.signature.device))
 
     def following(self, message: Message, agreed: Work | None) -> Work | None:
-        """Return the work that the first step must wait for, None if it may start at once."""
+        """Return the work for which the first step must wait; None if it may start at once."""
         if message.after is None or agreed is None:
             return message.after or agreed
         return JointWork([message.after, agreed], self.signature.kind, nbytes=0)
@@ -139,11 +139,11 @@ class Decomposition(ABC):
     # -- agreement --------------------------------------------------------------------------------
 
     def announced(self, next: Next, *, always: bool) -> Issue:
-        """Return `start`, preceded by an announcement in the group itself.
+        """Return `start`, preceded by an announcement in the undivided group.
 
-        Ranks compare steps only in the steps' groups, so a rank that issues another operation in the group
-        itself would not notice a mismatch. Therefore the first call, or every call if `always`, begins with
-        an operation of zero bytes in the group: it has a sequence number, and the ranks compare it.
+        Ranks compare steps only in the steps' groups, so a rank that issues another operation in the
+        undivided group would not notice a mismatch. Therefore the first call, or every call if `always`,
+        begins with an operation of zero bytes in that group, which has a sequence number that ranks compare.
         """
         announcement = self.signature.replace(nbytes=0, compress=False, parts=None, key=None, async_op=True)
         announce, due = next(announcement), True
@@ -177,10 +177,11 @@ class _Steps(JointWork):
 
 
 class _TwoLevelReduction(Decomposition):
-    """Base of reductions that sum in the node, then between nodes.
+    """Base class of reductions that sum in the node, then between nodes.
 
-    AVG divides by `_after` once, after the last sum. A codec between nodes must get values in its range: then
-    values are divided by `_before` before that step, and the step itself takes the mean over nodes.
+    AVG divides by `_after` once, after the last sum. A codec between nodes needs values in its range. So with
+    a codec, values are divided by `_before` before the step between nodes, which then takes the mean over
+    nodes.
     """
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
@@ -283,7 +284,7 @@ class HierarchicalBroadcast(Decomposition):
 
 
 class HierarchicalAllToAll(Decomposition):
-    """all_to_all that sends blocks [G, b], one per rank of the group, first to the node, then to the rank.
+    """all_to_all of blocks [G, b], one per rank of the group, first between nodes, then in the node.
 
     The blocks are reordered before and after each step, in one copy:
 
@@ -318,7 +319,7 @@ class HierarchicalAllToAll(Decomposition):
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         lease = self.lease()
         given, result = message.inputs[0].view(-1), message.outputs[0].view(-1)
-        # Two buffers are enough for both steps: each is free again when the other is written.
+        # Two buffers are enough for both steps: one is free again when the other is written.
         sent, received = lease.tensor(self.numel, self.dtype), lease.tensor(self.numel, self.dtype)
         earlier = message.prepare
 

@@ -1,8 +1,8 @@
-"""Broadcast for codecs with `keeps_received`: encoded once, and forwarded inside nodes as bytes.
+"""Broadcast for codecs with `keeps_received`: encode once, and forward payloads inside nodes as bytes.
 
-    lengths    payload length, and a flag if a rank needs all values: all ranks to all, 8 bytes each
-    inter      the payload from the root to the rank with its local index on every other node
-    intra2     the payload from that rank to the others of its node
+    lengths    payload length, and a flag if a rank needs all values: 8 bytes from each rank to all
+    inter      payload from the root to the rank with the root's local index on every other node
+    intra2     payload from that rank to the other ranks of its node
 
 Every rank applies the payload to the value it holds, so the link carries one payload per node, not per rank.
 """
@@ -31,7 +31,7 @@ class ForwardedBroadcast(Decomposition):
         assert signature.root is not None
         self._root_node, self._leader = nodes.place(signature.root)
         self._is_leader = nodes.index == self._leader
-        # Payload lengths vary, so the leader broadcasts by an all_gather with no other contribution.
+        # Payload lengths vary, so the broadcast is an all_gather to which only the leader contributes.
         unsized = {"dtype": torch.uint8, "counts_agreed": False, "compress": False}
         parts: tuple[Part, ...] = ("inter", "intra2")
         self.steps = {
@@ -56,7 +56,7 @@ class ForwardedBroadcast(Decomposition):
         return self._whole(message.with_tensors(message.inputs, message.outputs, after=after))
 
     def _forward(self, message: Message) -> Work:
-        """Move the payload; its length is known after `message.prepare`."""
+        """Move the payload; the length is known after `message.prepare`."""
         size, count = self.nodes.size, self.nodes.count
         across = Message(self.steps["inter"], (), (), **_of_steps(message))
         inside = Message(self.steps["intra2"], (), (), **_of_steps(message))

@@ -1,15 +1,15 @@
-"""Nodes of a group, and the inner groups that run the steps, computed from plain numbers.
+"""Compute the nodes of a group, and the inner groups that run the steps.
 
 A group of N nodes with L ranks each has ranks (j, i): local index i on node j. A rank is a member of three
 groups:
 
-    intra      the ranks of its node, for the first step
-    inter      the ranks with its local index, one on every node
-    intra2     the ranks of its node again, for the last step
+    intra      ranks of the same node, for the first step
+    inter      ranks with the same local index, one on every node
+    intra2     ranks of the same node again, for the last step
 
 `intra` and `intra2` have the same ranks. They are separate because a library starts the operations of a
 group in order: in a single group, the first step of the next operation would wait for the last step of this
-one, and so for the link between the nodes.
+one, and therefore for the link between nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Part = Literal["intra", "inter", "intra2"]
 class Nodes:
     """Nodes of a group; `node` and `index` are this process's j and i.
 
-    `ranks[j][i]`: the group rank of local index i on node j. `in_job`: the ranks of the group in the job.
+    `ranks[j][i]`: group rank of local index i on node j. `in_job`: the group's ranks as ranks of the job.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -97,9 +97,9 @@ def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
 
 
 def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:
-    """Return the options of the stage, None if the pipeline does not have it.
+    """Return the options of the stage; None if the pipeline lacks the stage.
 
-    Raises `ConfigError` if the options list the ranks of nodes, but not `size` ranks.
+    Raises `ConfigError` if the options list the ranks of nodes, but not exactly `size` ranks.
     """
     spec = next((spec for spec in config.pipeline if spec.name == "hierarchical"), None)
     if spec is None or not isinstance(spec.options, HierarchicalOptions):
@@ -113,7 +113,7 @@ def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:
 
 
 def inner_groups(config: Config, hosts: Sequence[str], group: Group) -> Mapping[Part, Group]:
-    """Return this rank's inner groups; none if operations are not decomposed or the rank is no member."""
+    """Return this rank's inner groups; empty if operations are not decomposed or the rank is no member."""
     nodes = nodes_of(config, hosts, group)
     if isinstance(nodes, str) or group.rank < 0:
         return {}

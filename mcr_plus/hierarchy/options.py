@@ -27,7 +27,7 @@ HIERARCHICAL: tuple[str, ...] = ("all_reduce", "broadcast", "all_to_all", "all_g
 
 
 def _nodes(value: object) -> tuple[tuple[int, ...], ...] | None:
-    """Validate a list of ranks per node that holds every rank of the job once."""
+    """Validate a list of ranks per node, which must contain every rank of the job once."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not all(isinstance(node, (list, tuple)) for node in value):
@@ -85,8 +85,8 @@ def _codec_options(options: CompressOptions | None, info: SerializationInfo) -> 
 class InterOptions(StageOptions):
     """Options of the step between nodes.
 
-    `backend`: as in `LocalOptions`. `compress`: options of `compress` for this step; they take precedence
-    over the options of the stage and of rules. None leaves the choice to the stage and the rules.
+    `backend`: as in `LocalOptions`. `compress`: options of `compress` for this step, which override the stage
+    and rules. None leaves the choice to the stage and rules.
     """
 
     backend: StepBackend = None
@@ -100,10 +100,10 @@ class InterOptions(StageOptions):
 class HierarchicalOptions(StageOptions):
     """Options of `hierarchical`.
 
-    `kinds`: the operations to decompose; an all_to_all gains nothing if nodes have few ranks. `min`: smaller
-    operations, in bytes, stay flat. `nodes`: the job ranks of every node; or `ranks_per_node`: the number of
-    consecutive ranks per node; by default each host is a node. `local`, `inter`: options of the steps inside
-    a node, and between nodes.
+    `kinds`: kinds of operations to decompose; an all_to_all gains nothing if nodes have few ranks. `min`:
+    bytes below which an operation stays flat. `nodes`: the job ranks of every node; or `ranks_per_node`: the
+    number of consecutive ranks per node. By default each host is a node. `local`, `inter`: options of the
+    steps inside a node, and between nodes.
     """
 
     kinds: Annotated[tuple[str, ...], BeforeValidator(some_of(HIERARCHICAL))] = (
@@ -123,7 +123,7 @@ class HierarchicalOptions(StageOptions):
         return self
 
     def named_backends(self) -> dict[str, str]:
-        """Return the backends that the options name for the steps: see `StageOptions.named_backends`."""
+        """Return the backends that the options name for the steps, see `StageOptions.named_backends`."""
         steps = {"local": self.local.backend, "inter": self.inter.backend}
         return {
             f"hierarchical.{step}.backend": backend for step, backend in steps.items() if backend is not None
@@ -132,7 +132,7 @@ class HierarchicalOptions(StageOptions):
     def problem(
         self, stages: Collection[str] | None, backends: Sequence[str] | None
     ) -> tuple[Keys, str] | None:
-        """Return the step that needs a missing backend or stage, and why: see `StageOptions.problem`."""
+        """Return the step that lacks a backend or stage, and the reason, see `StageOptions.problem`."""
         for step, named in (("local", self.local.backend), ("inter", self.inter.backend)):
             if named is not None and backends is not None and backend_name(named) not in backends:
                 known = ", ".join(backends)

@@ -1,4 +1,4 @@
-"""Codec of the step between nodes, for decisions made before the hierarchical stage."""
+"""Look up the codec of the step between nodes, for decisions before the hierarchical stage."""
 
 from __future__ import annotations
 

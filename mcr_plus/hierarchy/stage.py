@@ -1,8 +1,8 @@
-"""Stage `hierarchical`: decomposes an operation into steps inside the nodes and between them.
+"""Stage `hierarchical`: decomposes an operation into steps inside nodes and between nodes.
 
     all_reduce      reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node
     broadcast       scatter in the root's node, broadcast of each part between nodes, all_gather in the node;
-                    with a codec whose receivers keep values, of its payloads (`forward`)
+                    of payloads if receivers of the codec keep values (`forward`)
     all_gather      between ranks of the same local index, then in the node
     reduce_scatter  in the node, then between ranks of the same local index
     all_to_all      exchange between ranks of the same local index, then exchange in the node
@@ -11,9 +11,10 @@ Every value crosses the link once per node, not once per rank. Horovod (hierarch
 et al., MLSys 2020) and NCCL use the same all_reduce; DeepSpeed-MoE (Rajbhandari et al., ICML 2022) and the
 two-step algorithm of MSCCL use the same all_to_all.
 
-This cannot deadlock: a step waits for the previous step of the same operation, and in its queue for the same
-step of earlier operations (`intra` and `intra2` are separate groups). Both come earlier in the order of
-operations and steps, which is the same on all ranks, so there is no cycle; and any wait advances all steps.
+This cannot deadlock. A step waits for the previous step of the same operation, and, in its queue, for the
+same step of earlier operations (`intra` and `intra2` are separate groups). Both come earlier in the order of
+operations and steps. This order is the same on all ranks, so there is no cycle, and any wait advances all
+steps.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class HierarchicalStage(Stage):
     """Stage that decomposes operations by nodes; `explain` prints why an operation stays flat.
 
     An operation is not decomposed if the call or a rule names a backend for it. Steps in a node are never
-    compressed. The step between nodes gets the codec of the call, else the codec of `inter`, else the codec
-    chosen by the compress stage.
+    compressed. The step between nodes gets the first of these codecs: from the call, from `inter`, from the
+    compress stage.
     """
 
     Options = HierarchicalOptions
@@ -63,7 +64,7 @@ class HierarchicalStage(Stage):
         return self._pool.nbytes
 
     def bind(self, signature: Signature, next: Next) -> Issue:
-        """Bind the steps, or the operation itself if it is not decomposed."""
+        """Bind the steps, or the whole operation if it is not decomposed."""
         flat = signature.replace(compress=False) if signature.compress == NO_CODEC else signature
         if signature.kind not in self._options.kinds or not signature.nbytes:
             return next(flat)
@@ -113,7 +114,7 @@ class HierarchicalStage(Stage):
         return self._unsupported(steps) or steps
 
     def _refusal(self, signature: Signature, nodes: Nodes) -> str | None:
-        """Return the reason why an operation is not decomposed, None if it is."""
+        """Return the reason why an operation is not decomposed; None if it is decomposed."""
         assert signature.nbytes is not None
         assert signature.dtype is not None
         if signature.backend is not None:
@@ -125,7 +126,7 @@ class HierarchicalStage(Stage):
         return None
 
     def _choose_codec(self, steps: Decomposition, next: Next) -> str | None:
-        """Set the codec of the step between nodes; returns the reason if the operation must stay flat."""
+        """Set the codec of the step between nodes; return the reason if the operation must stay flat."""
         own, whole, inter = self._options.inter.compress, steps.signature, steps.steps["inter"]
         by_call = whole.compress not in (None, NO_CODEC)
         if own is not None and not by_call:
@@ -169,7 +170,7 @@ class HierarchicalStage(Stage):
     def _unavailable(self, name: str, part: Part, nodes: Nodes) -> str:
         """Return the reason why a backend is unavailable for the groups of a step, '' if it is available.
 
-        All groups of the part are checked, not only that of this rank, so that all ranks agree.
+        The groups of all ranks are checked, so that all ranks agree.
         """
         group, world = self._context.group, self._context.world
         for members in nodes.groups(part):

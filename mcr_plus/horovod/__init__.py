@@ -1,4 +1,4 @@
-"""API of `horovod.torch`, for programs that change one import.
+"""The API of `horovod.torch`, for programs that change one import.
 
     import mcr_plus.horovod as hvd  # instead of horovod.torch
 
@@ -8,7 +8,7 @@
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 Names, arguments and semantics are the same as in `horovod.torch`: operations are matched by name, in any
-order. Mismatched operations raise an error on all ranks, after which the job continues.
+order. Mismatched operations raise an error on all ranks, and the job can continue.
 """
 
 from typing import NoReturn

@@ -11,10 +11,10 @@ from mcr_plus.errors import InvalidArgument
 
 
 class Compressor:
-    """Conversion of a tensor before it is reduced, and back. Programs may pass their own compressors.
+    """Converts a tensor before the reduction, and back afterwards. Programs may pass their own compressors.
 
-    Compressors of this module select a codec of the pipeline; their `compress` and `decompress` do the same
-    conversion on one tensor.
+    Compressors of this module select a codec of the pipeline; `compress` and `decompress` apply the same
+    conversion to one tensor.
     """
 
     codec: ClassVar[str] = ""  # as JSON, a name or a mapping
@@ -31,7 +31,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Compressor that uses the codec of the pipeline's configuration, by default none."""
+    """Compressor that uses the codec of the pipeline's configuration (by default none)."""
 
 
 class FP16Compressor(Compressor):

@@ -79,8 +79,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Broadcast the optimizer state and options of rank `root_rank`.
 
-    If an optimizer has no state, parameters without a gradient get a gradient of zeros, as in Horovod;
-    parameters with sparse gradients (of `SparseAdam`, or sparse embeddings of `model`) do not. Raises
+    If an optimizer has no state, parameters without a gradient get zero gradients, as in Horovod, except
+    parameters with sparse gradients (of `SparseAdam`, or sparse embeddings of `model`). Raises
     `InvalidArgument` (a `ValueError`) for L-BFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -1,4 +1,4 @@
-"""Horovod's operations as differentiable functions.
+"""Differentiable functions for Horovod's operations.
 
 A backward operation has the name of its forward operation plus `.grad`, so ranks may issue backward
 operations in different orders.
@@ -182,7 +182,7 @@ class _Send(Function):
 def exchanged(
     tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange as `mcr_plus.horovod.alltoall`; always return the rows from each rank too."""
+    """Exchange like `mcr_plus.horovod.alltoall`; always return the number of rows from each rank, too."""
     if splits is None and isinstance(tensor, torch.Tensor) and tensor.ndim:
         ranks = negotiator_of(process_set).comm.size
         if len(tensor) % ranks == 0:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """Handle of a started operation: see `synchronize` and `poll`. Calling the handle synchronizes it.
+    """Handle of a started operation, see `synchronize` and `poll`. Calling the handle synchronizes it.
 
     The handle first waits for the other ranks' requests of the same name (`launched` is False), then for its
     `works`; then `finish` returns the result.
@@ -32,7 +32,7 @@ class Handle:
         in_place: bool = False,
         result: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`result` converts the operation's result into the caller's."""
+        """`result` converts the operation's result for the caller."""
         self.negotiator = negotiator
         self.request = request
         self.tensors = tensors

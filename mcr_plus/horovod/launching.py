@@ -31,7 +31,7 @@ _CASTS: Final = (
 
 
 def launch(comm: Communicator, agreed: Sequence[Agreed]) -> None:
-    """Issue operations in their order; allreduces that are ready together are fused."""
+    """Issue operations in the given order; allreduces that are ready together are fused."""
     reductions = _Reductions(comm)
     for operation in agreed:
         if operation.problem:
@@ -68,7 +68,7 @@ class _LaunchedBucket:
     op: ReduceOp
     compress: Compress
     tag: str | None
-    name: str = ""  # name of the only member if a codec must encode it separately; else empty
+    name: str = ""  # name of the only member if a codec must encode it separately; otherwise empty
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 

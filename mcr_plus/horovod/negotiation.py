@@ -1,7 +1,7 @@
-"""Negotiation of the order of operations that ranks announce by name, in any order.
+"""Negotiate the order of operations that ranks announce by name, in any order.
 
 A communicator needs the same operations in the same order from all ranks, but Horovod programs start named
-operations as gradients become ready. Rounds connect the two: each round is an all_gather of every rank's
+operations as gradients become ready. Rounds solve this: each round is an all_gather of every rank's
 announcements. All ranks see all announcements and so make the same decisions: an operation announced by every
 rank is launched, in the order in which names become complete. Requests that do not match raise an error on
 all ranks, before anything is sent, and the job continues.
@@ -30,9 +30,9 @@ from mcr_plus.horovod.request import HorovodInternalError, OperationRequest, dis
 
 _ROW: Final = 1024  # bytes per rank and round; longer texts need a second all_gather
 _LENGTH: Final = 4  # bytes of the text length at the start of a row
-_KNOWN: Final = 4096  # most requests that ranks abbreviate by a number
+_KNOWN: Final = 4096  # maximum number of requests that ranks abbreviate by a number
 _CYCLE_S: Final = 1e-3  # pause between rounds, so that small operations share a round
-_AT_ONCE: Final = 4 << 20  # bytes of queued operations that start a round earlier
+_AT_ONCE: Final = 4 << 20  # bytes of queued operations above which a round starts early
 _NAP_S: Final = 50e-6
 _TAG: Final = "horovod.negotiation"
 
@@ -79,7 +79,7 @@ class Negotiator:
         self.error: BaseException | None = None
         self._launch = launch
         self._queue: list[Handle] = []
-        self._open: dict[str, Handle] = {}  # own operations not launched yet
+        self._open: dict[str, Handle] = {}  # this rank's operations that have not been launched
         self._announced: dict[str, dict[int, OperationRequest]] = {}
         self._known: dict[str, int] = {}
         self._known_requests: list[OperationRequest] = []
@@ -146,7 +146,7 @@ class Negotiator:
 
     @property
     def round(self) -> Work | None:
-        """The round to which this rank has contributed but whose result is not read yet."""
+        """The round to which this rank has contributed, if its result has not been read."""
         return self._round
 
     def _due(self) -> bool:
@@ -279,7 +279,7 @@ class Negotiator:
         self.joined = False
         self.last_joined = max(self._joined_since, key=lambda rank: (self._joined_since[rank], rank))
         self._joined_since.clear()
-        self._counts.clear()  # reset, because ranks that joined early have numbered fewer operations
+        self._counts.clear()  # reset, because ranks that joined early have counted fewer operations
         self._era += 1
 
     def _closing(self, leaving: list[int]) -> None:
@@ -291,7 +291,7 @@ class Negotiator:
         self._fail_open(f"Horovod has been shut down by rank {leaving[0]}")
 
     def missing(self, name: str) -> str:
-        """Return a text that names the ranks without an announcement of an operation so far."""
+        """Return a text that names the ranks that have not announced an operation."""
         announced = {*self._announced.get(name, ()), *self._joined_since, self.comm.ranks[self.comm.rank]}
         ranks = [rank for rank in self.comm.ranks if rank not in announced]
         return f"ranks {ranks}" if ranks else "all ranks"
@@ -369,7 +369,7 @@ class Negotiations:
         return handle.value()
 
     def poll(self, handle: Handle) -> bool:
-        """Drive progress; return True if the operation was complete before."""
+        """Drive progress; return True if the operation was already complete."""
         if handle.launched:
             done = handle.is_done
             handle.update()
@@ -387,4 +387,4 @@ def _buffers(width: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nothing() -> None:
-    """Do nothing: the `flush` of a pipeline without fusion."""
+    """Do nothing, as `flush` of a pipeline without fusion."""

@@ -302,7 +302,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - the tensors' own device is used
-    """Announce that this rank has no more data, wait until all ranks join; return the last rank to join.
+    """Announce that this rank has no more data, and wait until all ranks join; return the last one.
 
     Meanwhile this rank contributes neutral elements to the other ranks' allreduces: zeros to sums and
     averages. Averages still divide by the number of all ranks. Other operations of the whole job raise an

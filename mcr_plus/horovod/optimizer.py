@@ -31,7 +31,7 @@ _SLOW: Final = (
 
 
 class _Gradients:
-    """Gradients of an optimizer's parameters while they are reduced."""
+    """Reduces the gradients of an optimizer's parameters."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Gradients:
 
     def _gradient(self, param: Param) -> torch.Tensor:
         if param.grad is None:
-            # Other ranks may have a gradient, from a branch that this rank's model did not take.
+            # Other ranks may have a gradient, because their models took another branch.
             param.grad = torch.zeros_like(param)
         if param.grad.is_sparse and self._sparse_as_dense:
             self._dense[param] = param.grad.to_dense()
@@ -154,7 +154,7 @@ class _Gradients:
     def before_step(
         self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Wait for the gradients before `step`, and wrap a closure so that each run reduces them."""
+        """Wait for the gradients before `step`; wrap a closure so that each of its runs reduces gradients."""
         if count_parameters(self._optimizer) != self._count:
             raise InvalidArgument(
                 "optimizer: its parameters have changed since hvd.DistributedOptimizer; call it again"
@@ -217,7 +217,7 @@ class _Distributed(torch.optim.Optimizer):
         self._gradients.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients as the plain optimizer does. Raises `AssertionError` during their reduction."""
+        """Clear the gradients like the plain optimizer. Raises `AssertionError` during their reduction."""
         if self._gradients.under_way:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() and before optimizer.step() or "
@@ -246,7 +246,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: gets the methods `synchronize`, `skip_synchronize`, `set_backward_passes_per_step`.
-        named_parameters: the model's, including all parameters of the optimizer; equal names on all ranks.
+        named_parameters: the model's named parameters, including all parameters of the optimizer; equal names
+            on all ranks.
         compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a compressor of the program.
         backward_passes_per_step: the number of backward passes to sum before sending.
         op: Average or Sum (or Min, Max, Product, which skip ranks without a gradient).
@@ -274,7 +275,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = _positive(backward_passes_per_step)
     names = _names(optimizer, named_parameters)
     units = _units(optimizer, groups)
-    if reduce_op not in (Average, Sum):  # a missing gradient cannot count as zero here: do not group
+    if reduce_op not in (Average, Sum):  # a missing gradient cannot count as zero: do not group
         units = [(param,) for unit in units for param in unit]
     before: Any = optimizer
     if isinstance(optimizer, _Distributed):

@@ -1,4 +1,4 @@
-"""Horovod's reduce ops, and their translation to reduce ops of mcr_plus."""
+"""Horovod's reduce ops, and their translation to mcr_plus."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reduce_op_of(op: int | None, average: bool | None = None) -> HorovodReduceOp
 def issued_op(
     op: int, dtype: torch.dtype, before: float, after: float, ranks: int
 ) -> tuple[Op, float, float]:
-    """Return the op to issue, and the factors to multiply with before and after it.
+    """Return the op to issue, and the factors before and after the reduction.
 
     Without factors, an average of floats is the library's AVG. An average of integers is the sum divided by
     the number of ranks, rounded towards zero.

@@ -1,4 +1,4 @@
-"""Request that a rank announces before an operation, and its comparison between ranks."""
+"""Request that a rank announces before an operation, and the comparison of ranks' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that start operations: they check arguments and announce a named request."""
+"""Start operations: check the arguments, and announce a named request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _start(
 ) -> Handle:
     """Announce an operation. `fill` returns the other fields of its request besides name, kind and tensors.
 
-    An invalid argument raises an error here and, through the request, on all ranks, so no rank hangs.
+    An invalid argument raises an error here and, through the request, on all other ranks, so no rank hangs.
     """
     negotiator = negotiator_of(process_set)
     if name is not None and not isinstance(name, str):
@@ -109,7 +109,7 @@ def reduce_async(
     codec = codec_of(compression)
     result: Callable[[Any], Any] | None = None
     if codec is None:
-        # The program's own compressor: reduce its output, then decompress the result.
+        # With the program's own compressor, reduce its output, then decompress the result.
         given = list(tensors)
         pairs = [compression.compress(tensor) for tensor in given]
         tensors = [packed for packed, _ in pairs]

@@ -96,10 +96,10 @@ def init(
     backends: Sequence[str] | None = None,
     timeout: float | timedelta | None = None,
 ) -> None:
-    """Join the job, unless this process has joined it already; collective.
+    """Join the job, unless this process has already joined it; collective.
 
-    `process_sets` are added immediately; `"dynamic"` is accepted without effect, because sets can always be
-    added later. `comm` must contain all ranks, as a list or as a communicator of mpi4py; use process sets for
+    `process_sets` are added at once; `"dynamic"` is accepted without effect, because sets can always be added
+    later. `comm` must contain all ranks, as a list or as a communicator of mpi4py; use process sets for
     subsets. `config`, `backends`, `timeout`: see `mcr_plus.init`. If the program has called `mcr_plus.init`
     before, `shutdown` does not leave the job.
     """
@@ -377,7 +377,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _together(kind: str, numbers: list[int]) -> int | None:
-    """Change the process sets on all ranks of the job, at the same position in their operations."""
+    """Change the process sets on all ranks of the job, at the same point in their operations."""
     everyone = current().everyone
     name = everyone.auto_name(kind)
     everyone.check_name(name)

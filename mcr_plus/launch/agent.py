@@ -35,7 +35,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """Return the name shown in torch's logs."""
+        """Return the name that torch's logs show."""
         return "mcr-loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -19,14 +19,14 @@ Purpose = Literal["out", "err", "status", "error"]
 Sink = Callable[[int, Stream, bytes], None]
 
 _CHUNK = 65536
-_REMEMBERED_LINES = 500  # more than a dump of faulthandler with several threads
+_REMEMBERED_LINES = 500  # enough for a dump of faulthandler with several threads
 _SHOWN_LINES = 20
 _PATIENCE_S = 10.0  # an exception is shown once its rank has failed to exit for this long
 _TRACEBACK = "Traceback (most recent call last)"
 _DUMP = "Fatal Python error: "  # printed by faulthandler after a fatal signal
 _TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # prefix of torch.distributed on each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
-# Open MPI's messages: by rank in the world, if the communicator was that; by process always (5.0).
+# Messages of Open MPI 5.0: with the rank if the communicator was the world, always with the process.
 _ABORTS = re.compile(
     r"MPI_ABORT was invoked on rank (?:(\d+) in communicator MPI_COMM_WORLD|\d+ in communicator .*)\s+"
     r"(?:Proc: \[\[\d+,\d+\],(\d+)\]\s+Errorcode:|with errorcode) (-?\d+)"
@@ -44,12 +44,13 @@ class RankState:
     pid: int | None = None
     code: int | None = None  # exit status, or minus the signal that killed it
     ended: float = 0.0
-    raised: float | None = None  # time of the last traceback's begin
+    raised: float | None = None  # time when the last traceback began
     report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.launch.uncaught`
     shown: bool = False  # the report has been printed
-    # Argument of MPI_Abort: MPICH kills the rank before it exits, and an exit status has only 8 bits.
+    # Argument of MPI_Abort. Stored because MPICH kills the rank before it exits, and an exit status has only
+    # 8 bits.
     aborted: int | None = None
-    left_mpi: bool = False  # it ended without MPI_Finalize, so Open MPI's launcher ends the other ranks
+    left_mpi: bool = False  # the rank ended without MPI_Finalize, so Open MPI's launcher ends the other ranks
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
 
     @property
@@ -64,11 +65,11 @@ class RankState:
 
     @property
     def failure_time(self) -> float:
-        """Time of the traceback, else of the exit, which may follow the exits of peers that failed later."""
+        """Time of the traceback, or of the exit, which may come after exits of peers that failed later."""
         return self.ended if self.raised is None else self.raised
 
     def ending(self) -> str:
-        """The end in words: `exited with status 3`, `was killed by SIGKILL` or `ended with an exception`."""
+        """End of the rank: `exited with status 3`, `was killed by SIGKILL` or `ended with an exception`."""
         if self.end is None:
             return "did not end"
         if self.report is not None and self.end in (-signal.SIGTERM, -signal.SIGINT):
@@ -82,14 +83,14 @@ class RankState:
         return f"was killed by {signal_name(-self.end)}"
 
     def headline(self) -> str:
-        """The failure in one line: a reported exception with its place, else the `ending`."""
+        """Failure in one line: a reported exception with its place, otherwise the `ending`."""
         if self.report is None:
             return self.ending()
         place = self.report["place"]
         return f"ended with {self.report['error']}{'' if place is None else f' ({place})'}"
 
     def last_words(self) -> list[str]:
-        """Return the exception or traceback that ended the rank, or else its last lines on stderr.
+        """Return the exception or traceback that ended the rank; without one, its last lines on stderr.
 
         A dump of faulthandler, already complete on stderr, is reduced to the error and its innermost frame.
         """
@@ -114,7 +115,7 @@ class RankState:
     def kind_of_failure(self) -> object:
         """Return a key that is equal for ranks with the same failure.
 
-        The words of an OrderMismatch are sorted, because ranks name its two sides in either order.
+        The words of an OrderMismatch are sorted, because ranks name the two operations in either order.
         """
         if self.report is None:
             return self.rank
@@ -148,7 +149,7 @@ class RankState:
         self.shown = report.get("shown", False)
 
     def is_slow_to_end(self) -> bool:
-        """Return whether the rank still runs long after its exception, perhaps because of another thread."""
+        """Return whether the rank still runs long after its exception, e.g. because of another thread."""
         if self.report is None or self.shown or self.end is not None or self.raised is None:
             return False
         return time.monotonic() - self.raised > _PATIENCE_S
@@ -164,7 +165,7 @@ class RankState:
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGKILL` for 9; `signal 40` for a number without a name."""
+    """Return the name of a signal: `SIGKILL` for 9, `signal 40` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -181,7 +182,7 @@ class NamedPipe:
     partial: bytes = b""
 
     def lines(self) -> list[bytes]:
-        """Read the complete lines that have arrived; empty if there are none."""
+        """Return the complete lines that have arrived; empty without any."""
         try:
             chunk = os.read(self.descriptor, _CHUNK)
         except BlockingIOError:
@@ -196,11 +197,11 @@ class Channels:
     def __init__(self, folder: Path, ranks: int, sink: Sink, *, merge_errors: bool = False) -> None:
         """Create the pipes of `ranks` ranks in `folder`; lines go to `sink`.
 
-        `merge_errors`: create one per rank for uncaught exceptions too.
+        `merge_errors`: also create a pipe per rank for uncaught exceptions.
         """
         self.states = [RankState(rank) for rank in range(ranks)]
         self._sink = sink
-        self._early: dict[int, Mapping[str, Any]] = {}  # reports of processes whose start is not read yet
+        self._early: dict[int, Mapping[str, Any]] = {}  # reports of processes whose start is still unread
         self._selector = selectors.DefaultSelector()
         self._open(folder / "status", 0, "status")
         for rank in range(ranks):
@@ -220,7 +221,7 @@ class Channels:
         return bool(ready)
 
     def note_ends(self, text: str) -> None:
-        """Store the rank that Open MPI's launcher names as the reason for ending the others."""
+        """Store the rank that Open MPI's launcher blames for ending the others."""
         for where, process, status in _ABORTS.findall(text):
             rank = int(process or where or len(self.states))
             if rank < len(self.states) and self.states[rank].aborted is None:
@@ -311,7 +312,7 @@ class Channels:
         """Show the supervisor's decision about a failed rank; a restarted rank gets a new state."""
         for channel in self._channels():
             if channel.rank == state.rank and channel.purpose != "status":
-                # Forward at least the process's output: a pipe holds no more than is read at once.
+                # Forward at least the process's output: one read empties a pipe.
                 self._pass_on(channel)
                 self._complete(channel)
         if state.code is None:  # the wrapper was killed together with the rank

@@ -28,7 +28,7 @@ _LOOPBACK_SETTINGS = {
     "I_MPI_FABRICS": "shm",
 }
 _LOOPBACK_ON_GPU = {"UCX_TLS": "self,sm,cuda"}
-# Variables that identify a rank; those of a surrounding job must not leak into the started job.
+# Variables that identify a rank. Variables of a surrounding job must not leak into the started job.
 _OF_ANOTHER_JOB = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|MPI_LOCAL\w+)$"
     r"|OMPI_COMM_|OMPI_UNIVERSE|PMIX_|PMI_|PMI2_|PRTE_(?!MCA_)|TORCHELASTIC_|HYDRA_|MCR_JOB|MCR_LAUNCHER"
@@ -38,7 +38,7 @@ _OF_ANOTHER_JOB = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """A way to start ranks: failed ranks are restarted, and the job continues without the ones that are not.
+    """A way to start ranks: failed ranks are restarted, or the job continues without them.
 
     Attributes:
         min_ranks: the smallest number of ranks with which the job continues.
@@ -97,7 +97,8 @@ def environment(
     inherited = {name: value for name, value in base.items() if not _OF_ANOTHER_JOB.match(name)}
     settings = _job_settings(scratch, config, terminal, port)
     if supervised is not None:
-        # The secret belongs to the job: rank 0 would otherwise make one, but its process may be replaced.
+        # The secret belongs to the job. Otherwise rank 0 would make a secret, but the process of rank 0 may
+        # be replaced.
         secret = inherited.get("MCR_SECRET") or secrets.token_hex(32)
         settings |= {"MCR_MIN_RANKS": str(supervised.min_ranks), "MCR_SECRET": secret}
     return {**defaults, **inherited, **settings}
@@ -114,7 +115,7 @@ def _job_settings(
     for part in ("btl_sm", "btl_vader", "osc_sm", "osc_rdma"):
         settings[f"OMPI_MCA_{part}_backing_directory"] = str(scratch.shm)
     for parameter in ("PRTE_MCA_odls_base_sigkill_timeout", "OMPI_MCA_odls_base_sigkill_timeout"):
-        settings[parameter] = "3"  # seconds; the default, 1, is too short to report an exit on a busy machine
+        settings[parameter] = "3"  # seconds; the default, 1, is too short to report an exit under load
     if config is not None:
         settings["MCR_CONFIG"] = str(config.resolve())
     if terminal is not None:
@@ -126,8 +127,8 @@ def _job_settings(
 def reserved_port() -> Iterator[int]:
     """Reserve a port of this host: while the context is open, the system assigns it to no other process.
 
-    Rank 0 can still listen on it: its socket has SO_REUSEADDR, like every server's, and may therefore share
-    the port with the socket opened here, which has SO_REUSEADDR too and does not listen.
+    Rank 0 can still listen on the port. Both its socket and the socket opened here have SO_REUSEADDR, and the
+    socket opened here does not listen, so they may share the port.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -162,8 +163,8 @@ def _wrapped(command: Sequence[str]) -> list[str]:
 def _reporting(command: Sequence[str], *, with_mpi: bool = False) -> list[str]:
     """Run a Python program so that its uncaught exceptions are reported, if possible.
 
-    With MPI it runs as by `python -m mpi4py`, which calls MPI_Abort after an uncaught exception; otherwise
-    the rank and its peers would wait for each other in MPI_Finalize.
+    With MPI, the program runs as with `python -m mpi4py`, which calls MPI_Abort after an uncaught exception.
+    Otherwise the rank and its peers would wait for each other in MPI_Finalize.
     """
     words = list(command)
     is_program = words[:1] == [sys.executable] and len(words) > 1

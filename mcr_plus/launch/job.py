@@ -1,4 +1,4 @@
-"""A job: start of its ranks, forwarding of output, and its end when a rank fails."""
+"""Run a job: start the ranks, forward their output, and end the job when a rank fails."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class JobOutcome:
     def culprit(self) -> RankState | None:
         """The rank that failed first, which is usually the cause of the other failures.
 
-        Ranks ended by SIGTERM are left out, because the launcher terminated them; but if all others have
-        raised an exception, ranks that raised one before SIGTERM count too. A rank that exits without an
+        Ranks ended by SIGTERM do not count, because the launcher terminated them. But if all other ranks have
+        raised an exception, ranks that raised one before SIGTERM count too: a rank that exits without an
         exception may close its connections, which makes its peers raise, well before its exit is reported. A
         rank that ended with 0 but without MPI_Finalize counts if the launcher terminated all failed ranks
         because of it.
@@ -69,14 +69,14 @@ class JobOutcome:
 
     @property
     def never_began(self) -> bool:
-        """True if the launcher has failed before it started any rank, which happens now and then."""
+        """True if the launcher failed before it started any rank, which happens occasionally."""
         by_itself = self.interrupted is None and not self.timed_out
         any_rank = any(state.pid is not None for state in self.states)
         return by_itself and not any_rank and any(_NOT_STARTED in line for line in self.log)
 
     @property
     def worked(self) -> bool:
-        """True if every rank ended with 0, and the job was neither stopped nor timed out.
+        """True if every rank ended with status 0, and the job was neither stopped nor timed out.
 
         In a supervised job, enough ranks must have ended with 0.
         """
@@ -197,7 +197,7 @@ class _LaunchedJob:
         )
 
     def _complete(self, status: int) -> None:
-        """Set the status of ranks that raised and were killed before they reported their exit."""
+        """Set the status of ranks that raised an exception and were killed before reporting their exit."""
         for state in self._channels.states:
             if state.end is None and state.raised is not None:
                 state.code, state.ended = status or 1, time.monotonic()
@@ -215,7 +215,7 @@ class _LaunchedJob:
             )
 
     def _keep_to_loopback(self, driver: subprocess.Popen[bytes]) -> None:
-        """Rebind ports that are open to all interfaces, until the ranks run; none is opened later."""
+        """Rebind ports that are open on all interfaces, until the ranks run; later, no port is opened."""
         try:
             while driver.poll() is None and not self._anything_happened():
                 loopback.bind_to_loopback(driver.pid)
@@ -260,9 +260,9 @@ class _LaunchedJob:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Record SIGINT, SIGTERM and SIGHUP instead of dying of them, so that the job is ended first.
+        """Record SIGINT, SIGTERM and SIGHUP instead of dying at once, so that the job is ended first.
 
-        SIGUSR2 is passed on to the ranks that handle it: they write dumps.
+        SIGUSR2 is forwarded to the ranks that handle it; they write dumps.
         """
 
         def note(number: int, _frame: FrameType | None) -> None:

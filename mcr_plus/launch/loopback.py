@@ -1,9 +1,9 @@
-"""Moving of an MPI launcher's listening sockets from all interfaces to loopback.
+"""Move an MPI launcher's listening sockets from all interfaces to loopback.
 
 `prterun` (Open MPI 5) and Hydra's `mpiexec` bind a control port to every interface, and no setting prevents
-that (prterun fails with an include list that contains the loopback device alone). A job on one host needs
-no connections from outside, so the parent of the launcher, this process, duplicates each listening
-descriptor and binds it again. The launcher is stopped meanwhile and continues afterwards.
+that (prterun fails with an include list that contains the loopback device alone). A job on one host needs no
+connections from outside. So the parent of the launcher, this process, stops the launcher, duplicates each
+listening descriptor, binds it to loopback, and lets the launcher continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 _PIDFD_GETFD = 438  # the same number on every architecture of Linux
 _ANY = ("0.0.0.0", "::")
 _BACKLOG = 128
-_GONE = (errno.ESRCH, errno.EBADF)  # the process is gone, or has closed its descriptor since the listing
+_GONE = (errno.ESRCH, errno.EBADF)  # the process is gone, or has closed the descriptor since the listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _sockets(pid: int) -> list[int]:
     found: list[int] = []
     with suppress(OSError):  # the process has exited
         for name in os.listdir(folder):
-            with suppress(FileNotFoundError):  # the process has closed it meanwhile
+            with suppress(FileNotFoundError):  # the process has closed the descriptor meanwhile
                 if os.readlink(f"{folder}/{name}").startswith("socket:["):
                     found.append(int(name))
     return found
@@ -113,7 +113,7 @@ def _copy_descriptor(pid: int, descriptor: int) -> socket.socket:
 
 
 def _rebind(listener: socket.socket) -> None:
-    """Stop listening, bind the same port on loopback, and listen again, all on the owner's socket."""
+    """On the owner's socket, stop listening, bind the same port on loopback, and listen again."""
     host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"
     port = listener.getsockname()[1]
     listener.shutdown(socket.SHUT_RDWR)

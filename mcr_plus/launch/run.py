@@ -30,10 +30,10 @@ def launch(
     """Run `ranks` ranks of `command` (a program and its arguments) on this host.
 
     Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, 141 if its output
-    was closed (`mcr-plus run … | head`), and otherwise 1. The errors of the ranks are then printed at the
+    was closed (`mcr-plus run … | head`), and otherwise 1. If ranks failed, their errors are printed at the
     end of stderr, beginning with the rank that failed first. An exception that several ranks raised is
-    printed once; with MCR_TRACEBACK=1, each rank prints its own full traceback. With `via=Supervised(…)`,
-    0 means that enough ranks ended with 0, and each failure gets a line when it happens.
+    printed once; with MCR_TRACEBACK=1, each rank prints its own full traceback. With `via=Supervised(…)`, 0
+    means that enough ranks ended with 0, and each failure gets a line when it happens.
     """
     if ranks < 1:
         raise LaunchError(f"ranks: expected at least 1, got {ranks}")
@@ -54,7 +54,7 @@ def launch(
 
 
 def _print_error(line: str) -> None:
-    """Print a line on stderr, unless that is closed; on a terminal `mcr-plus:` is in colour."""
+    """Print a line on stderr unless stderr is closed; on a terminal, `mcr-plus:` is coloured."""
     if sys.stderr.isatty():
         from rich.console import Console  # lazy: only failed jobs need it
         from rich.text import Text
@@ -111,8 +111,8 @@ def explanation(outcome: JobOutcome, via: Via) -> list[str]:
     """Return the lines of the message about a failed job, beginning with the rank that failed first."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
-    # A killed supervisor took ranks with it that had not failed, whatever others did before. A supervisor
-    # that has reported its verdict ends the running ranks.
+    # Ranks that ended with a killed supervisor have not failed. A supervisor that has reported its verdict
+    # ends the running ranks.
     failed = [state for state in outcome.states if state.failed]
     ended = all(state.end == -signal.SIGTERM and state.report is None for state in failed)
     if outcome.culprit is not None and not (outcome.supervised and (outcome.status < 0 or ended)):
@@ -130,7 +130,7 @@ def explanation(outcome: JobOutcome, via: Via) -> list[str]:
         program = "mpiexec" if via == "mpi" else "the elastic agent"
     head = f"mcr-plus: {program} ended with status {outcome.status} before rank {silent} did"
     if via == "mpi" and (done := [state for state in outcome.states if state.code == 0]):
-        last = max(done, key=lambda state: state.ended)  # at its end hydra kills the others silently
+        last = max(done, key=lambda state: state.ended)  # when a rank fails, hydra kills the others silently
         head += f", after rank {last.rank} had exited with status 0, perhaps without MPI_Finalize"
     return [f"{head}; its last lines:", *(f"  {line}" for line in outcome.log)]
 
@@ -138,7 +138,7 @@ def explanation(outcome: JobOutcome, via: Via) -> list[str]:
 def _failures(outcome: JobOutcome, culprit: RankState) -> list[list[RankState]]:
     """Return the failed ranks, grouped by failure; the culprit's group comes first.
 
-    Other ranks without a report are left out: their output on stderr is all there is.
+    Other ranks without a report are omitted: they have nothing but their output on stderr.
     """
     alike: dict[object, list[RankState]] = {culprit.kind_of_failure(): [culprit]}
     for state in outcome.states:
@@ -148,9 +148,9 @@ def _failures(outcome: JobOutcome, culprit: RankState) -> list[list[RankState]]:
 
 
 def _message(alike: Sequence[RankState], outcome: JobOutcome, *, then: bool = False) -> list[str]:
-    """Return the message about ranks with the same failure, with the exception of the first of them.
+    """Return the message about ranks with the same failure, with the first rank's exception.
 
-    `then`: they failed after other ranks, so the message omits their signal and the frames of the traceback.
+    `then`: these ranks failed after others, so the message omits the signal and the traceback's frames.
     """
     example, several = alike[0], len(alike) > 1
     ranks = _ranks(state.rank for state in alike)

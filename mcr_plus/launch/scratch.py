@@ -1,11 +1,11 @@
-"""Folders of a job: accessible to their owner only, and removed with the job, however it ends.
+"""Folders of a job: accessible only to their owner, and removed with the job, however it ends.
 
 A job has one folder in the temporary directory and one in shared memory, with the same name, which contains
 the launcher's pid. The launcher holds a lock on both as long as it lives. The kernel releases the locks when
 the launcher dies, however it dies, so the user's next launcher can distinguish stale folders from folders in
-use. Locks also work between containers that share a folder but cannot see each other's processes. Between
-hosts that share a folder, as over NFS, they may not work, so the name ends with the id of the running kernel,
-and folders of other kernels are left alone.
+use. Locks also work between containers that share a folder but cannot see each other's processes. They may
+not work between hosts that share a folder (NFS). So the name ends with the id of the running kernel, and
+folders of other kernels are left alone.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Scratch:
 
 
 def create() -> Scratch:
-    """Create the folders of a new job, after removing those of jobs whose launcher is dead.
+    """Remove folders of jobs with dead launchers, then create the folders of a new job.
 
-    Raises `LaunchError` if they cannot be created, as on a full disk; no folder is left then.
+    Raises `LaunchError`, and leaves no folder, if they cannot be created, for example on a full disk.
     """
     remove_stale()
     name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}-{kernel()}"
@@ -102,7 +102,7 @@ def remove_stale() -> None:
     """Remove folders and kill processes left here by dead launchers of this user."""
     name = f"{_PREFIX}-{os.getuid()}-*-{kernel()}"
     stale = [_remove_if_stale(root) for root in Path(tempfile.gettempdir()).glob(name)]
-    # Jobs with another temporary directory, whose processes may be about to clean up there.
+    # Jobs with another temporary directory. Their processes may be about to clean up there.
     stale += [_remove_if_stale(shm) for shm in _SHARED_MEMORY.glob(name) if _is_abandoned(shm.name)]
     if any(stale):
         remove_orphaned_segments()
@@ -124,9 +124,9 @@ def kill_job(job: str) -> None:
 
 
 def remove_orphaned_segments() -> None:
-    """Remove shared-memory files of MPICH and UCX that belong to this user and that no process uses.
+    """Remove shared-memory files of MPICH and UCX that belong to this user and are not in use.
 
-    Files are listed twice, because another job maps a file a moment after creating it.
+    Files are listed twice, because a job maps a file a moment after creating it.
     """
     orphans = _orphaned_segments()
     if orphans:
@@ -144,11 +144,11 @@ def _create_locked(folder: Path) -> int:
     """Create a folder and lock it; return the descriptor that holds the lock."""
     while True:
         folder.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # before it is locked, another launcher may remove it
+        with suppress(FileNotFoundError):  # before the folder is locked, another launcher may remove it
             lock = os.open(folder, _OPEN | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # some cluster file systems have locks only on request
+            except OSError as error:  # on some cluster file systems, locks must be enabled
                 os.close(lock)
                 raise LaunchError(
                     f"the job's folder {folder} cannot be locked: {error.strerror}; set TMPDIR to a folder "
@@ -160,13 +160,13 @@ def _create_locked(folder: Path) -> int:
 
 
 def _is_abandoned(job: str) -> bool:
-    """Return whether a job has no process and no launcher left; older versions lock `root` alone."""
+    """Return whether a job has neither processes nor a launcher. Older versions lock only `root`."""
     launcher = read_stat(job.split("-")[3])
     return (launcher is None or launcher[0] in "ZX") and not processes_of(job)
 
 
 def _remove_if_stale(folder: Path) -> bool:
-    """Remove the folders and processes of a job if the lock of `folder`, one of its folders, is free."""
+    """Remove the folders and processes of a job if the lock of its folder `folder` is free."""
     try:
         descriptor = os.open(folder, _OPEN)
     except OSError:
@@ -177,7 +177,7 @@ def _remove_if_stale(folder: Path) -> bool:
         return False
     else:
         opened = os.fstat(descriptor)
-        # If another launcher has removed the folder, its owner may have created and locked a new one.
+        # If another launcher has removed the folder, the owner may have created and locked a new folder.
         if not _is_at(folder, opened):
             return False
         if opened.st_uid == os.getuid():
@@ -189,7 +189,7 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _is_at(folder: Path, opened: os.stat_result) -> bool:
-    """Return whether an opened folder still has this path."""
+    """Return whether an open folder still has this path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(folder.lstat(), opened)
     return False
@@ -213,16 +213,16 @@ def _orphaned_segments() -> set[Path]:
 def _is_open(path: Path) -> bool:
     """Return whether a process has a file of this user open for writing, or mapped writable.
 
-    Includes processes whose maps are unreadable: of another user, or of a container that has its own
-    processes but shares this memory. False if the kernel cannot say.
+    Includes processes whose maps are unreadable: processes of another user, or of a container with its own
+        processes that shares this memory. False if the kernel does not tell.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         return error.errno == errno.EAGAIN  # another launcher checks the same file
     try:
-        # A process that opens the file meanwhile waits until it is closed here, and the kernel notifies this
-        # process, by default with SIGIO, which would kill it: choose a signal that it ignores.
+        # A process that opens the file meanwhile waits until this process closes it. The kernel notifies this
+        # process, by default with SIGIO, which would kill it. So choose a signal that this process ignores.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:

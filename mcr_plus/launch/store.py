@@ -1,7 +1,7 @@
 """The rendezvous store of a job on one host, in the process that starts the ranks.
 
-It listens on 127.0.0.1 only. TCPStore itself binds every interface, whatever host it is given, unless it gets
-a listening socket.
+The store listens on 127.0.0.1 only. Without a listening socket, TCPStore would bind every interface, whatever
+host it is given.
 """
 
 from __future__ import annotations

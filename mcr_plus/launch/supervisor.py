@@ -3,17 +3,18 @@
     python -m mcr_plus.launch.supervisor RANKS MIN_RANKS RESTARTS FOLDER COMMAND…
 
 mpiexec ends all ranks when one fails, and torchrun's agent restarts all of them; the supervisor leaves the
-others alone. It is a separate process, so that `mcr-plus run` monitors it like these two, and serves one
-host. It holds the job's store, which lives as long as the job, whichever rank dies.
+other ranks alone. It serves one host, and is a separate process, so that `mcr-plus run` monitors it like
+mpiexec and the agent. The supervisor holds the job's store, which therefore lives as long as the job,
+whichever rank dies.
 
 A restarted rank waits in `mcr.elastic` for ranks that train. If a rank is lost before any rank has reached
-`mcr.elastic`, its peers fail in the set-up of the program, and no rank could admit restarted ranks. So once
-no process of the first generation is left, all ranks start over with a new store.
+`mcr.elastic`, its peers fail during the program's set-up, and no rank can admit restarted ranks. So once no
+process of the first generation is left, all ranks start again with a new store.
 
-A program without `mcr.elastic` admits no ranks, even if it continues with `mcr.shrink`: a restarted rank runs
-alone then. Once all others have ended, for any reason, the job ends as failed, and no rank is restarted.
+A program without `mcr.elastic` admits no ranks, even if it continues with `mcr.shrink`: a restarted rank then
+runs alone. Once all other ranks have ended, for any reason, the job ends as failed, and no rank is restarted.
 
-Exit status: 0 if all ranks have ended with 0 except for those that the job continued without, 1 if fewer than
+Exit status: 0 if all ranks ended with 0, except for ranks without which the job continued, 1 if fewer than
 MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
 """
 
@@ -38,7 +39,7 @@ from mcr_plus.launch.store import loopback_store
 from mcr_plus.rendezvous.arrivals import have_met, have_trained, note_end, takes_in
 
 _POLL_S = 0.02
-_SHORTEST_LIFE_S = 1.0  # seconds; a rank that fails sooner waits for the rest of it before its restart
+_SHORTEST_LIFE_S = 1.0  # seconds; a rank that fails sooner is restarted only after this time
 _TERMINATE_S = 3.0
 _IN_VAIN = (
     "the job ends: nobody is left to take in ranks that were started again, as none had come to mcr.elastic"
@@ -47,7 +48,7 @@ _IN_VAIN = (
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank. Without a process and a code, it waits for its restart."""
+    """One rank. A rank without process and code waits for its restart."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -64,7 +65,7 @@ class Supervisor:
     def __init__(
         self, ranks: int, min_ranks: int, restarts: int, folder: str, command: Sequence[str]
     ) -> None:
-        """Open the store; `folder` has the pipe on which `mcr-plus run` reads the fate of ranks."""
+        """Open the store; `folder` has the pipe from which `mcr-plus run` reads the fate of ranks."""
         self._ranks = [_Rank(number) for number in range(ranks)]
         self._min_ranks = min_ranks
         self._limit, self._used = restarts, 0
@@ -152,7 +153,7 @@ class Supervisor:
         return False
 
     def _nobody_trains(self) -> bool:
-        """Return whether all processes that had met have failed before any reached `mcr.elastic`."""
+        """Return whether all processes that had met failed before any of them reached `mcr.elastic`."""
         if any(rank.code is not None or (rank.process and not rank.is_substitute) for rank in self._ranks):
             return False
         with contextlib.suppress(RuntimeError):
@@ -160,7 +161,7 @@ class Supervisor:
         return False
 
     def _begin_anew(self) -> None:
-        """Start all ranks over."""
+        """Start all ranks again."""
         self._stop([rank.process for rank in self._ranks if rank.process is not None])
         self._store = loopback_store()
         for rank in self._ranks:
@@ -168,19 +169,19 @@ class Supervisor:
                 self._replace(rank)
 
     def _note_end(self, rank: _Rank, code: int) -> None:
-        """Tell ranks that wait for this one in `mcr.init` that it will not arrive."""
+        """Tell ranks that wait for `rank` in `mcr.init` that it will not arrive."""
         how = f"exited with status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
         with contextlib.suppress(RuntimeError):  # the store is in this process
             note_end(self._store, rank.number, how)
 
     def _left(self) -> int:
-        """Return the number of ranks that run, will run, or ended with 0; 0 if no rank admits others."""
+        """Return the number of ranks that run, will run, or ended with 0; 0 if no rank can admit others."""
         return 0 if self._nobody_takes_in() else sum(not rank.code for rank in self._ranks)
 
     def _nobody_takes_in(self) -> bool:
-        """Return whether restarts are in vain: all ranks that had met have ended, without `mcr.elastic`.
+        """Return whether restarts are useless: all ranks that had met have ended, without `mcr.elastic`.
 
-        This includes ranks that ended with 0: a rank alone would compute something else than they did.
+        This includes ranks that ended with 0: a rank alone would compute a different result.
         """
         again = [rank for rank in self._ranks if rank.process is None or rank.is_substitute]
         if all(rank.code for rank in again) or any(
@@ -192,7 +193,7 @@ class Supervisor:
         return False
 
     def _environment(self, rank: _Rank) -> dict[str, str]:
-        """Return the variables of torchrun's agent, and the number of this rank's restarts."""
+        """Return the variables that torchrun's agent sets, and the number of this rank's restarts."""
         number, size = str(rank.number), str(len(self._ranks))
         return {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -216,7 +217,7 @@ class Supervisor:
 
     @staticmethod
     def _stop(running: Sequence[subprocess.Popen[bytes]]) -> None:
-        """End processes: by SIGTERM, which they may handle, and then by SIGKILL."""
+        """End processes by SIGTERM, which they may handle, and then by SIGKILL."""
         for process in running:
             process.terminate()
         until(lambda: None not in [each.poll() for each in running], Deadline(_TERMINATE_S), _POLL_S)
@@ -228,7 +229,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """Run a job; remove its folders if `mcr-plus run` has been killed and cannot."""
+    """Run a job; remove its folders if `mcr-plus run` was killed and cannot remove them."""
     ranks, min_ranks, restarts = (int(word) for word in sys.argv[1:4])
     try:
         return Supervisor(ranks, min_ranks, restarts, sys.argv[4], sys.argv[5:]).run()

@@ -1,4 +1,4 @@
-"""Reports of a rank's uncaught exceptions to `mcr-plus run`.
+"""Report a rank's uncaught exceptions to `mcr-plus run`.
 
 The launcher prints one message for all ranks with the same failure: for an error of ours the line of the
 user's program that raised it, for any other exception the whole traceback.
@@ -6,9 +6,9 @@ user's program that raised it, for any other exception the whole traceback.
     python uncaught.py RUNNER FILE ARGS…           RUNNER: `python`, or `mpi4py` as in `python -m mpi4py`
     python uncaught.py RUNNER -m MODULE ARGS…
 
-runs a program and reports its exceptions from its first line on, also if it cannot be compiled or fails
-before it imports mcr_plus. This module uses the standard library only: `import mcr_plus` imports it, and the
-program decides when to import mcr_plus and torch.
+runs a program and reports its exceptions, even if the program cannot be compiled or fails before it imports
+mcr_plus. This module uses the standard library only: `import mcr_plus` imports it, and the program decides
+when to import mcr_plus and torch.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def report_to(channel: str) -> None:
 def _reported(
     channel: str, value: BaseException, trace: TracebackType | None, when: float, *, shown: bool = False
 ) -> bool:
-    """Write an exception to the launcher's pipe, once; return whether that is done.
+    """Write an exception to the launcher's pipe, once; return whether it has been written.
 
-    `shown`: whether the program has already printed it.
+    `shown`: True if the program has already printed the exception.
     """
     global _last
     if value is _last:
@@ -78,9 +78,9 @@ _last: BaseException | None = None  # the last reported exception
 def description(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """Return the report about an exception; JSON-serializable.
 
-    `error`: the kind and the first line of the message. `text`: the whole message of an error of ours, and
-    that of `sys.exit`, else None. `place`, `source`: file and line of the user's program that raised it, and
-    the text of the line, None if unknown. `traceback`: the lines of the whole traceback.
+    `error`: the kind and the first line of the message. `text`: the whole message of an error of ours or of
+    `sys.exit`, otherwise None. `place`, `source`: file and line of the user's program that raised the error,
+    and the text of the line; None if unknown. `traceback`: the lines of the whole traceback.
     """
     words = _words(error)
     report: dict[str, Any] = {"time": time.monotonic(), "error": words.splitlines()[0].rstrip(": ")}
@@ -120,7 +120,7 @@ def _words(error: BaseException) -> str:
 
 
 def _text(value: object) -> str:
-    """Return `str(value)`, or Python's replacement text if that raises."""
+    """Return `str(value)`, or Python's replacement text if `str` raises."""
     try:
         return str(value)
     except BaseException:
@@ -128,7 +128,7 @@ def _text(value: object) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether it is an `McrError`, which needs an imported mcr_plus."""
+    """Return whether an error is an `McrError`; False if mcr_plus has not been imported."""
     errors = sys.modules.get("mcr_plus.errors")
     return errors is not None and isinstance(error, errors.McrError)
 
@@ -144,7 +144,7 @@ def _cause(error: BaseException) -> list[str]:
 
 
 def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Return the innermost frame outside libraries and mcr_plus, else the innermost outside mcr_plus."""
+    """Return the innermost frame outside libraries and mcr_plus; without one, outside mcr_plus."""
     outside = [frame for frame in frames if not _within(frame.filename, [_PACKAGE])]
     outside = [frame for frame in outside if not _is_runner(Path(frame.filename))]
     installed = [Path(sysconfig.get_path(name)) for name in _PATHS]
@@ -162,7 +162,7 @@ def _within(name: str, folders: Sequence[Path]) -> bool:
 
 
 def _shown(name: str) -> str:
-    """Return a path, relative to the working directory if it is inside."""
+    """Return a path; inside the working directory, a relative path."""
     with contextlib.suppress(ValueError, OSError):  # outside of it, or the working directory is gone
         return str(Path(name).relative_to(Path.cwd()))
     return name
@@ -179,8 +179,8 @@ def run_program(runner: str, words: Sequence[str]) -> None:
         sys.argv = [runner, *words]
         main()
         return
-    # As with `python`, and unlike with runpy's functions, `__main__` stays the program's after its last line,
-    # because its threads and atexit functions still run.
+    # After the last line, `__main__` stays the program's module, as with `python` but not with runpy's
+    # functions, because threads and atexit functions of the program still run.
     sys.modules["__main__"] = program = ModuleType("__main__")
     if is_module:
         sys.argv = list(words[1:])
@@ -205,7 +205,7 @@ def _end_with(error: BaseException, channel: str | None, when: float) -> None:
     trace = error.__traceback__
     while trace is not None and (trace.tb_frame.f_globals is globals() or _is_runner(Path(_file(trace)))):
         trace = trace.tb_next
-    if trace is None:  # the program could not run, such as a file that does not compile
+    if trace is None:  # the program could not run: for example, the file does not compile
         trace = error.__traceback__
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -236,7 +236,7 @@ def main() -> int | None:
             _end_with(error, channel, when)
         elif isinstance(error.code, int | None) or not (channel and _reported(channel, error, None, when)):
             raise
-        if isinstance(error, KeyboardInterrupt):  # already printed; Python ends by SIGINT after it
+        if isinstance(error, KeyboardInterrupt):  # already printed; Python then ends by SIGINT
             sys.excepthook = lambda *_: None
             raise
         return 1

@@ -1,8 +1,8 @@
 """Parent process of one rank: the launcher starts `python wrapper.py COMMAND…` once per rank.
 
-The wrapper connects the output of the rank to pipes of `mcr-plus run`, which separates the output of ranks
-under any MPI, reports the exit of the rank, and makes the rank die with the launcher. It uses the standard
-library only and is run by path, in an interpreter without site-packages, so that it starts within
+The wrapper connects the rank's output to pipes of `mcr-plus run`, which keeps the output of ranks separate
+under any MPI. It also reports the exit of the rank, and makes the rank die with the launcher. It uses only
+the standard library and is run by path, in an interpreter without site-packages, so that it starts within
 milliseconds.
 
 `python wrapper.py --launcher PID COMMAND…` replaces itself by the launcher (mpiexec), which gets SIGTERM when
@@ -53,7 +53,7 @@ def _die_with(parent: int, number: int) -> None:
 
 
 def _attach(folder: str, rank: int) -> None:
-    """Replace stdout and stderr by the pipes of this rank; rank 0 may get the terminal for stdout."""
+    """Replace stdout and stderr by the pipes of this rank; rank 0 may get the terminal as stdout."""
     terminal = os.environ.get("MCR_JOB_TERMINAL") if rank == 0 else None
     for target, path in ((1, terminal or f"{folder}/out.{rank}"), (2, f"{folder}/err.{rank}")):
         channel = os.open(path, os.O_WRONLY | os.O_NOCTTY)
@@ -108,10 +108,10 @@ def _report(status: int, rank: int, pid: int, code: int | None) -> None:
 
 
 def _end_like(code: int) -> int:
-    """Return the exit status of the rank, or die of its signal, which MPI's own launcher reports."""
+    """Return the exit status of the rank, or die of the same signal, which MPI's own launcher reports."""
     if code >= 0:
         return code
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core file of the rank is enough
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # avoid a second core file
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)

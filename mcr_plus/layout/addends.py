@@ -29,7 +29,7 @@ def whole(layout: Layout) -> Layout:
 def to_itself(source: Layout, target: Layout) -> tuple[Layout, Layout]:
     """Return the pair of layouts to plan for: the given pair, unless both are the same layout of addends.
 
-    Then values are planned as complete, so that every rank keeps its boxes and nothing is reduced.
+    In that case values are treated as complete, so every rank keeps its boxes and nothing is reduced.
     """
     if not target.is_partial or source != target:
         return source, target
@@ -38,7 +38,7 @@ def to_itself(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 
 
 def as_source(layout: Layout) -> Layout:
-    """Return the same layout with complete values, as a source in which elements without a holder are 0."""
+    """Return the same layout with complete values, for use as a source; elements that no rank holds are 0."""
     layout = whole(layout)
     if layout.known_good or layout.volume == 0:
         return layout

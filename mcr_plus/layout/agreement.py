@@ -1,4 +1,4 @@
-"""Agreement of ranks on the tensors of a redistribution, and errors about differences."""
+"""Check that ranks agree on the tensors of a redistribution, and report differences."""
 
 from __future__ import annotations
 

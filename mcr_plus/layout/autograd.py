@@ -34,29 +34,31 @@ def redistribute(
     tag: str | None = None,
     compress: Compress = None,
 ) -> torch.Tensor:
-    """Redistribute `x` to another layout, as `mcr.redistribute`; backward redistributes its gradient back.
+    """Redistribute `x` to another layout like `mcr.redistribute`, and the gradient back.
 
-    The gradient goes through the transposed redistribution, planned by the same planner. Every replica of a
-    source element gets the whole gradient, and so does every addend (for means, divided by the number of
-    addends). Elements that the target lacks get 0.
+    The same planner plans the backward redistribution, which is the transpose of the forward one. Every
+    replica and every addend of a source element gets the whole gradient (for means, divided by the number of
+    addends). The gradient of elements that are not in the target is 0.
 
     Args:
-        x: this rank's local tensor in `source`. Without a part in it: None, or an empty tensor of shape
-            [0], such as the result of another redistribution, so that both run backward in order. If
-            some rank has no part in `source` or `target`, the dtype of the first call applies to all calls.
+        x: this rank's local tensor in `source`. A rank without a part in `source` passes None, or an empty
+            tensor of shape [0]. Pass the empty result of an earlier redistribution so that both run backward
+            in order. If some rank has no part in `source` or `target`, the dtype of the first call applies to
+            all calls.
         source, target: layouts of the same global shape; addends of `source`, if any, are summed or
             averaged, and `target` has complete values.
-        replicas: meaning of the gradients of a target's replicas. `same`: equal gradients, as later
-            computation is the same on all replicas, like in `all_reduce` and DTensor; one is taken. `sum`:
-            addends, as later computation differs, like in `all_gather`; they are summed. Overlaps of boxes,
-            for example halos, count as replicas.
+        replicas: meaning of the gradients of a target's replicas. `same`: later computation is the same on
+            all replicas, as in `all_reduce` and DTensor, so gradients are equal and one is taken. `sum`:
+            later computation differs, as in `all_gather`, so gradients are summed. Overlaps of boxes, for
+            example halos, count as replicas.
         group, tag, compress: as in `mcr.redistribute`, for the backward pass too.
 
     Returns:
         The local tensor in `target`, with its local shape and the dtype of `x`. A rank without a part gets
         an empty tensor of shape [0]. All ranks of the group must run backward through their result: for an
         empty tensor `y`, `y.square().sum()` is 0 and may be a loss (`y.sum()` too, but it has no gradients of
-        gradients). If gradients are enabled, a rank that passes None assumes them elsewhere.
+        gradients). If gradients are enabled, a rank that passes None assumes that other ranks' inputs require
+        gradients.
 
     Raises:
         InvalidArgument: as in `mcr.redistribute`, and if `target` is partial or `replicas` unknown.
@@ -111,9 +113,9 @@ def halo_exchange(
 ) -> torch.Tensor:
     """Return `x` with a halo: elements around this rank's box, from the ranks that hold them.
 
-    Backward returns the gradients of all copies of an element to the ranks that hold it, and sums them
-    there in the order of ranks, so results are bit-reproducible. If several ranks hold an
-    element, each gets the whole sum.
+    The backward pass returns the gradients of all copies of an element to the ranks that hold the element,
+    which sum them in rank order. So results are bit-reproducible. If several ranks hold an element, each gets
+    the whole sum.
 
     Args:
         x: this rank's local tensor in `layout`, of any dtype and strides.
@@ -149,7 +151,7 @@ def halo_exchange(
 
 
 def check_ranks(comm: Communicator, layout: Layout, what: str) -> None:
-    """Raise unless the layout has the ranks of the group: a rank without a part has no backward pass."""
+    """Raise unless layout and group have the same ranks: a rank without a part has no backward pass."""
     if set(comm.ranks) != set(layout.ranks):
         raise InvalidArgument(
             f"{what}: the ranks of {layout}, {list(layout.ranks)}, are not those of group '{comm.name}', "
@@ -171,7 +173,7 @@ _NEXT: Final = {"same": (1, 0), "sum": (1, 2, 1)}
 
 @lru_cache(maxsize=256)
 def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_ScaledMove, ...]:
-    """Return the moves of the value and of its gradient, and of the gradient's gradient if it differs."""
+    """Return the moves of the value, of the gradient, and of the second-order gradient if it differs."""
     if target.is_partial:
         raise InvalidArgument(f"target {target}: values cannot be divided into addends")
     if source.is_partial and source.op not in ("SUM", "AVG"):

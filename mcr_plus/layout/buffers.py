@@ -24,7 +24,7 @@ class Space:
 
     Attributes:
         buffers: buffers of each mover that has used this memory, by the mover's key.
-        used: event after the last use on a device; the next use may be on another stream.
+        used: device event recorded after the last use, because the next use may be on another stream.
     """
 
     __slots__ = ("buffers", "data", "device", "used")
@@ -68,9 +68,9 @@ class SpacePool:
         return True
 
     def give_back(self, space: Space) -> None:
-        """Return a space to the pool for the next run. A single-space pool keeps the larger one.
+        """Return a space to the pool for the next run. A single-space pool keeps the larger of two spaces.
 
-        On a device the current stream must be ordered after its last use.
+        On a device, the current stream must be ordered after the last use of the space.
         """
         space.used = streams.recorded(space.device)
         if self._is_single and self.idle:
@@ -105,7 +105,7 @@ class Buffers:
         self.repeated: Repeated | None = None
 
     def of(self, each: ExchangeRound, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the send and the receive buffer of a round. A round must always use the same slot."""
+        """Return the send buffer and the receive buffer of a round. A round must always use the same slot."""
         found = self._parts.get(id(each))
         if found is None:
             begin = slot * self._slot
@@ -127,7 +127,8 @@ class Buffers:
 class Repeated:
     """A recorded run of one operation, replayed for calls with the same tensors: copies and a message.
 
-    The record is dropped once one of the tensors is freed: its views would keep the memory alive.
+    The record is dropped when one of the tensors is freed, because the recorded views would keep the memory
+    alive.
     """
 
     def __init__(

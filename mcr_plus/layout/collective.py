@@ -1,4 +1,4 @@
-"""Redistribution of one tensor by a native collective in each of several disjoint groups."""
+"""Redistribute a tensor by a native collective in each of several disjoint groups."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class CollectiveMover:
         return issue("reduce_scatter_tensor", result, flat, self._op), None
 
     def _space(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for all parts that no pending call uses: the kept one or a new one."""
+        """Return a buffer for all parts: the kept one, or a new one if a pending call uses it."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and buffer.device == like.device:
             return buffer

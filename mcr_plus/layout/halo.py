@@ -2,10 +2,11 @@
 
 The forward exchange is an ordinary redistribution whose target is a layout of overlapping boxes. The backward
 exchange sums the copies of each element (their gradients) on the ranks that own it. The copies do not form
-complete addends, and their number differs between elements. So each copied box becomes a *layer* of a tensor
-with one more dimension: a redistribution sends every rank the layers of its own elements, and the rank adds
-them in the order of the layers, which is the order of the ranks that hold the copies. Sums therefore have the
-same bits in every run, and on all replicas.
+complete addends, and the number of copies differs between elements. So each copied box becomes a *layer* of a
+tensor
+with one more dimension: a redistribution sends every rank the layers of its own elements. The rank adds them
+in the order of the layers, i.e. of the ranks that hold the copies. So sums have the same bits in every run
+and on all replicas.
 """
 
 from __future__ import annotations
@@ -46,8 +47,7 @@ def with_halo(layout: Layout, before: Widths, after: Widths, periodic: bool = Fa
 
 
 def windows(layout: Layout, owners: Ints, boxes: Boxes, periodic: bool, name: str) -> Layout:
-    """Return the layout in which each of `owners` holds the box with the same index. Boxes may extend beyond
-    the tensor.
+    """Return the layout in which `owners[i]` holds `boxes[i]`; boxes may extend beyond the tensor.
 
     Without `periodic`, boxes are clipped to the tensor. With it, the tensor repeats in every dimension, as
     often as necessary, and a local tensor consists of several boxes. The other ranks of `layout` hold no
@@ -67,9 +67,9 @@ def windows(layout: Layout, owners: Ints, boxes: Boxes, periodic: bool, name: st
 
 
 def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
-    """Cut boxes of an infinite tensor, which repeats a tensor of `shape`, into parts within that tensor.
+    """Cut boxes of an infinitely repeated tensor of `shape` into parts within one copy.
 
-    Returns for each part the index of its box, its bounds in the tensor, and its offset in the box. Any two
+    Returns, for each part, the index of the box, the bounds in the tensor, and the offset in the box. Any two
     parts of one box are equal or disjoint.
     """
     number, dims = boxes.lows.shape
@@ -94,7 +94,7 @@ def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
 def _edges(boxes: Boxes, shape: Ints) -> Ints:
     """Return the cuts of each dimension of the tensor for each box, [4, boxes, dims], with 0 and the size.
 
-    A box that contains no element twice needs no cut; another box is cut at its begin and end. Parts with
+    A box that contains an element twice is cut at its start and end; other boxes need no cut. Parts with
     the same elements are then equal, and sent once.
     """
     twice = boxes.highs - boxes.lows > shape
@@ -105,7 +105,7 @@ def _edges(boxes: Boxes, shape: Ints) -> Ints:
 
 @lru_cache(maxsize=256)
 def lifted(layout: Layout, sizes: tuple[int, ...]) -> Layout:
-    """Return the layout with leading dimensions of `sizes` added; every rank holds all their indices."""
+    """Return the layout with added leading dimensions of `sizes`, not divided between ranks."""
     front = np.broadcast_to(as_ints(sizes), (len(layout.owners), len(sizes)))
     zeros = np.zeros_like(front)
     boxes = Boxes(
@@ -158,11 +158,10 @@ def _said(widths: Ints) -> str:
 
 
 class _Term(NamedTuple):
-    """A term of this rank's gradient: some of its own copies, or of received copies.
+    """A term in the sum of this rank's gradient: copies of its own, or received copies.
 
-    `at`: its indices in the gradient. `own`: its indices in the rank's own copies, None
-    for received ones. `received`: its range in the received elements. `is_all`: it covers all elements that
-    the rank owns.
+    `at`: indices in the gradient. `own`: indices in the rank's own copies, None for a received term.
+    `received`: range in the received elements. `is_all`: the term covers all elements that the rank owns.
     """
 
     at: tuple[slice, ...]
@@ -192,7 +191,8 @@ class Halo:
     def _back(self) -> tuple[Layout, Layout, Ints]:
         """Return both layouts of the backward exchange, and the order of boxes in `layers` among overlaps.
 
-        `copies`: the boxes of the target as layers. `layers`: other ranks' copies of each rank's elements.
+        `copies`: layout of the target's boxes as layers. `layers`: layout of other ranks' copies of each
+        rank's elements.
         """
         source, target = self.source, self.target
         shape = (len(target.owners), *source.shape)
@@ -211,7 +211,7 @@ class Halo:
         order = remote[np.lexsort((self._layer[remote], owners))]
         boxes = layered(self._common.take(order), self._layer[order])
         owners = source.owners[self._owner[order]]
-        # No rank holds the rest of a layer, and no rank needs it.
+        # Outside of its box, a layer has no holder and is not needed.
         layers = Layout.packed_boxes(
             shape, source.ranks, owners, boxes, "layers", "SUM", known_good=not source.overlaps
         )
@@ -254,19 +254,19 @@ class Halo:
         return {}
 
     def start(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> RedistributionWork:
-        """Start sending halos; the handle's `output`, once complete, is the local tensor in the target."""
+        """Start sending halos. `output` of the completed handle is the local tensor in the target."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
         return move.start({"": x.detach()})  # in a Function's forward, `x` still requires gradients
 
     def run(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> torch.Tensor:
-        """Exchange halos: return the local tensor in the target for `x`, the local tensor in the source."""
+        """Exchange halos: take the local tensor in the source, and return the local tensor in the target."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
         output = move({"": x.detach()})[""]
         assert output is not None  # every rank has a part
         return output
 
     def start_back(self, y: torch.Tensor, comm: Communicator, options: CallOptions) -> Returning:
-        """Start sending the copies back to their owners; the handle's `wait` returns their sum.
+        """Start sending copies back to the owners of their elements; the handle's `wait` returns the sums.
 
         `y`: the local tensor in the target; it must not be changed before `wait` returns.
         """
@@ -282,7 +282,7 @@ class Halo:
 
 
 class Returning:
-    """Handle of copies on their way back to the owners of their elements."""
+    """Handle of a pending return of copies to the owners of their elements."""
 
     def __init__(
         self,

@@ -41,16 +41,16 @@ class Layout:
     """The boxes of a global tensor that each rank holds, and the addend to which each box belongs.
 
     An element that several ranks hold in the same addend is replicated; the value of an element is the
-    reduction (`op`) of its addends. Layouts are made by the class methods, immutable, and comparable and
-    hashable by content. A layout describes all ranks, and every rank makes the same one. Ranks are those of
+    reduction (`op`) of its addends. Layouts are made by the class methods; they are immutable, comparable and
+    hashable. A layout describes all ranks, and every rank makes the same layout. Rank numbers are ranks of
     the whole job.
 
     Attributes:
         shape: shape of the global tensor.
         owners, held, addends: for each box, the rank that holds it, its bounds, and the index of its addend.
             Sorted by rank, without empty boxes.
-        places: for each box, the coordinates of its begin in the rank's local tensor; one coordinate in
-            `packed` layouts.
+        places: for each box, its first coordinates in the rank's local tensor; one coordinate in `packed`
+            layouts.
         locals: shape of each rank's local tensor, including empty ones.
         packed: True if local tensors have one dimension and contain the boxes one after another, each in
             row-major order.
@@ -117,8 +117,8 @@ class Layout:
 
         Args:
             shape: the shape of the global tensor.
-            ranks: an array of ranks (nested lists, NumPy, torch), one dimension for each placement, in the
-                order of the shards.
+            ranks: an array of ranks (nested lists, NumPy, torch) with one dimension per placement, in shard
+                order.
             placements: for each mesh dimension, `R` (replicas), `S<dim>` (shards as in `torch.chunk`), or
                 `P` (addends of a sum), `P(avg)`, `P(max)`, `P(min)`, `P(product)`, `P(band)`, `P(bor)`,
                 `P(bxor)`. If several mesh dimensions shard the same dimension of the tensor, each cuts the
@@ -172,8 +172,8 @@ class Layout:
     ) -> Layout:
         """Return the layout in which each rank holds ranges of the flattened tensor, as in FSDP1 and ZeRO.
 
-        `ranges[i]`: a (start, stop) of `ranks[i]`, or a list of them, in elements in row-major order. A local
-        tensor has one dimension and contains the ranges of its rank one after another.
+        `ranges[i]`: the (start, stop) range of `ranks[i]`, or a list of ranges, in elements in row-major
+        order. A local tensor has one dimension and contains the rank's ranges one after another.
 
         Raises:
             InvalidArgument: a range does not lie inside the tensor.
@@ -206,7 +206,7 @@ class Layout:
 
     @classmethod
     def boxes(cls, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Layout:
-        """Return a layout of arbitrary boxes, `{rank: [box, …]}`; a box has a (low, high) for each dimension.
+        """Return a layout of arbitrary boxes, `{rank: [box, …]}`; a box is a (low, high) per dimension.
 
         Boxes of different ranks may overlap. If every rank has one box, a local tensor has the shape of its
         box. Otherwise local tensors have one dimension and contain the boxes one after another, each in
@@ -250,10 +250,10 @@ class Layout:
 
         Args:
             tensor: a tensor on a mesh that contains this rank.
-            mesh: a mesh that contains the tensor's mesh along some of its dimensions. The tensor is
-                assumed to be the same on all such parts, like a LayerNorm that FSDP2 shards over `mesh["dp"]`
-                beside layers that are tensor parallel over `mesh["tp"]`. None: the layout contains the ranks
-                of the tensor's own mesh, and differs between ranks of different parts.
+            mesh: a mesh of which the tensor's mesh is a part (some of its dimensions). The tensor is assumed
+                to be equal on all such parts: for example a LayerNorm that FSDP2 shards over `mesh["dp"]` in
+                a model that is tensor parallel over `mesh["tp"]`. None: the layout contains only the tensor's
+                own mesh, and differs between ranks of different parts.
 
         Raises:
             InvalidArgument: `tensor` is not a `DTensor`, or its mesh is not a part of `mesh`.
@@ -275,7 +275,7 @@ class Layout:
         *,
         known_good: bool = True,
     ) -> Layout:
-        """Return the layout in which each of `owners` holds one box, which is its local tensor."""
+        """Return the layout in which the local tensor of each of `owners` is one box."""
         extents = np.maximum(boxes.highs - boxes.lows, 0)
         locals_ = dict(zip(owners.tolist(), map(tuple, extents.tolist()), strict=True))
         return cls._sorted(
@@ -296,11 +296,11 @@ class Layout:
         addends: Ints | None = None,
         op: Op = "SUM",
     ) -> Layout:
-        """Return the layout of boxes that begin at `places` of local tensors with the tensor's dimensions.
+        """Return the layout of boxes at `places` in local tensors with as many dimensions as the tensor.
 
         `locals_`: the shape of each rank's local tensor. `addends`: the addend of each box; None: complete
-        values. A rank may hold several boxes. `known_good`: no two boxes of an addend overlap in part, and no
-        gap matters.
+        values. A rank may hold several boxes. `known_good`: skip checks; boxes of an addend are equal or
+        disjoint, and leave no gap that matters.
         """
         addends = np.zeros(len(owners), np.int64) if addends is None else addends
         return cls._sorted(shape, owners, boxes, addends, places, locals_, False, op, name, known_good)
@@ -317,10 +317,9 @@ class Layout:
         *,
         known_good: bool = True,
     ) -> Layout:
-        """Return the layout of boxes packed one after another in local tensors of one dimension, each in
-        row-major order.
+        """Return the layout of boxes packed, each in row-major order, into one-dimensional local tensors.
 
-        `known_good`: no two overlap in part, and no gap matters.
+        `known_good`: as in `placed`.
         """
         return cls._packed(shape, as_ints(members), owners, boxes, name, op, known_good=known_good)
 
@@ -350,7 +349,7 @@ class Layout:
         *,
         known_good: bool = False,
     ) -> Layout:
-        """Return the layout of boxes packed one after another in local tensors of one dimension."""
+        """Return the layout of boxes packed one after another into one-dimensional local tensors."""
         order = np.argsort(owners, kind="stable")
         owners, boxes = owners[order], boxes.take(order)
         sizes = boxes.volumes
@@ -392,15 +391,15 @@ class Layout:
 
         Args:
             before, after: elements by which each box grows towards lower and higher indices: one number for
-                all dimensions, or one for each. A halo may be wider than a neighbour's box: it comes from
-                as many ranks as it spans. Empty boxes stay empty.
+                all dimensions, or one for each. A halo may be wider than a neighbour's box, and then comes
+                from several ranks. Empty boxes stay empty.
             periodic: True: the tensor repeats beyond its bounds, as often as necessary, so every local tensor
                 grows by before + after. False: boxes are clipped at the tensor's bounds, and local tensors
                 are smaller there.
 
         Raises:
-            InvalidArgument: a rank holds several boxes, a flattened box, or an addend; or a width is not a
-                whole number from 0.
+            InvalidArgument: a rank holds several boxes, a flattened box, or an addend; or a width is not an
+                integer >= 0.
 
         Example:
             ```python
@@ -450,7 +449,7 @@ class Layout:
         return self.locals.get(rank)
 
     def strided(self, rank: int, pieces: Ints, boxes: Boxes) -> tuple[Ints, Ints, Ints]:
-        """Locate boxes in the contiguous local tensor of a rank. `pieces`: the box of the rank around each.
+        """Locate boxes in the contiguous local tensor of a rank. `pieces`: index of the box around each.
 
         Returns the extents and the strides, both [n, dims], and the offsets [n], all in elements, as
         `torch.as_strided` takes them.
@@ -589,7 +588,7 @@ def mesh_text(ranks: Ints) -> str:
 
 
 def _bounds(box: Any, where: str) -> Ints:
-    """Return the (low, high) of each dimension of a box, [dims, 2]."""
+    """Return the bounds (low, high) of each dimension of a box, [dims, 2]."""
     try:
         bounds = list(box)
     except TypeError:
@@ -600,7 +599,7 @@ def _bounds(box: Any, where: str) -> Ints:
 
 
 def _pair(bound: Any, where: str) -> tuple[int, int]:
-    """Return a (low, high) as two integers."""
+    """Return the bounds (low, high) as two integers."""
     try:
         low, high = bound
         found = int(low), int(high)

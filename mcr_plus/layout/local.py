@@ -23,8 +23,8 @@ Given = Mapping[str, "tuple[torch.Tensor | None, torch.Tensor | None]"]
 class Local(NamedTuple):
     """A tensor on this rank.
 
-    `source`: contiguous, as it is sent. `output`: contiguous, as it is received. `final`: destination of a
-    copy of `output`, None if not needed. `given`: result for the caller.
+    `source`: contiguous tensor to send. `output`: contiguous tensor to receive into. `final`: destination of
+    a copy of `output`, None if not needed. `given`: result for the caller.
     """
 
     source: torch.Tensor | None
@@ -43,7 +43,7 @@ class Expected(NamedTuple):
 
 
 class KnownLocals:
-    """A fast check of tensors against the tensors of the last call, which are usually similar.
+    """Checks tensors quickly by comparing them with the tensors of the last call.
 
     `names`: names with layouts. `device`: device of all tensors, including new ones.
     """
@@ -62,7 +62,7 @@ class KnownLocals:
         """Addresses in the last call, whose tensors were found to be disjoint in memory."""
 
     def rows(self, source: State, target: State | None) -> dict[str, Local] | None:
-        """Return the tensors if all are as expected and disjoint; None if they need the full check."""
+        """Return the tensors if they are disjoint and match the last call; None if a full check is needed."""
         if type(source) is not dict or not (target is None or type(target) is dict):
             return None
         if target is not None and not target.keys() <= self._names:
@@ -111,7 +111,7 @@ class KnownLocals:
 
 
 def checked(source: State, target: State, layouts: Mapping[str, tuple[Layout, Layout]], rank: int) -> Given:
-    """Return the tensors that have layouts. Raises `InvalidArgument` or `Unsupported` for a wrong tensor."""
+    """Return the tensors with layouts. Raises `InvalidArgument` or `Unsupported` for an invalid tensor."""
     for what, state in (("source", source), ("target", target)):
         if not isinstance(state, Mapping):
             raise InvalidArgument(
@@ -154,7 +154,7 @@ def local(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Local:
-    """Return a tensor as sent and received. `shape`: in the target, None if this rank has no part."""
+    """Return the tensors to send and to receive. `shape`: local shape in the target, None without a part."""
     result = out
     if shape is not None and (out is None or not is_plain(out)):
         result = torch.empty(shape, dtype=dtype, device=device if out is None else out.device)
@@ -218,8 +218,8 @@ def _described(value: Any) -> str:
 def _check_outputs(outputs: dict[str, torch.Tensor]) -> None:
     """Raise `InvalidArgument` if two outputs overlap in memory.
 
-    For tensors that are not contiguous, only the first element is compared: their address ranges may overlap
-    although they share no element.
+    For tensors that are not contiguous, only the first element is compared: two such tensors may overlap in
+        address range without sharing an element.
     """
     found = [(name, out) for name, out in outputs.items() if out.numel()]
     ends = [out.nbytes if is_plain(out) else out.element_size() for _, out in found]
@@ -234,13 +234,13 @@ def _check_outputs(outputs: dict[str, torch.Tensor]) -> None:
 
 
 def _spans(tensors: Iterable[torch.Tensor | None]) -> Ints:
-    """Return the begin and end addresses of contiguous tensors, [n, 2]."""
+    """Return the start and end addresses of contiguous tensors, [n, 2]."""
     found = [(0, 0) if each is None else (each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
     return as_ints(found).reshape(-1, 2)
 
 
 def _meeting(reads: Ints, writes: Ints) -> Flags | None:
-    """Return a mask of spans of `reads` that overlap any of `writes`; None if `writes` overlap each other."""
+    """Return a mask of `reads`: spans that overlap any of `writes`; None if `writes` are not disjoint."""
     writes = writes[writes[:, 0] < writes[:, 1]]
     lows, highs = writes[np.argsort(writes[:, 0])].T
     if (lows[1:] < highs[:-1]).any():

@@ -1,13 +1,12 @@
-"""The messages of one exchange from a layout to another: sender, receiver and box of each, computed by each
-rank for itself.
+"""Messages of one exchange between two layouts: sender, receiver and box of each message.
 
-The *regions* of a layout are its distinct boxes: source regions with the ranks that hold each (for every
-addend), target regions with the ranks that need each. A *demand* is the overlap of a source region with
-a target region that a rank needs and does not hold. The demands on a source region are concatenated in the
+The *regions* of a layout are its distinct boxes: each source region (of an addend) has the ranks that hold
+it, each target region the ranks that need it. A *demand* is the overlap of a source region and a target
+region, for a rank that needs it and does not hold it. The demands on a source region are concatenated in the
 order of the target's regions and ranks, and the result is cut into equal shares for the ranks that hold the
-region. All holders thus send equally much, and every rank computes its own sends and receives without
-communication. Beyond `_MOST` demands, whole demands are assigned to the holders in turn. A rank whose node
-holds the region is served from that node alone.
+region. So all holders send equal amounts, and every rank computes its own sends and receives without
+communication. Beyond `_MOST` demands, whole demands are assigned to the holders in turn. If a rank's node
+holds the region, only ranks of that node send to it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _SNAP: Final = 16
 class BoxRows(NamedTuple):
     """Boxes that a rank sends or receives, in the order in which both sides pack them.
 
-    `peers`: the other rank of each box. `pieces`: the index of this rank's box that contains it: in the
-    source for sends, in the target for receives.
+    `peers`: the other rank for each box. `pieces`: the index of this rank's box that contains it (in the
+    source for sends, in the target for receives).
     """
 
     peers: Ints
@@ -53,14 +52,14 @@ class BoxRows(NamedTuple):
         return BoxRows(self.peers[which], self.boxes.take(which), self.addends[which], self.pieces[which])
 
     def ordered(self) -> BoxRows:
-        """Return the rows sorted by peer, addend and position in the tensor, alike on both sides."""
+        """Return the rows sorted by peer, addend and position in the tensor: the same order on both sides."""
         return self.take(
             np.lexsort([*self.boxes.highs.T[::-1], *self.boxes.lows.T[::-1], self.addends, self.peers])
         )
 
     @classmethod
     def joined(cls, parts: Sequence[BoxRows], dims: int) -> BoxRows:
-        """Return several concatenated; `dims`: dimensions of the tensor."""
+        """Concatenate rows; `dims`: number of dimensions of the tensor."""
         none = np.zeros(0, np.int64)
         empty = cls(none, Boxes(none.reshape(0, dims), none.reshape(0, dims)), none, none)
         peers, boxes, addends, pieces = zip(empty, *parts, strict=True)
@@ -72,7 +71,7 @@ class BoxRows(NamedTuple):
 
 
 class KeptBoxes(NamedTuple):
-    """Boxes that a rank holds already, copied from box `pieces` of its source to `into` of its target."""
+    """Boxes that a rank already holds, copied from box `pieces` in the source to box `into` in the target."""
 
     boxes: Boxes
     addends: Ints
@@ -91,7 +90,7 @@ class ExchangePart:
 
 
 class LayoutExchange:
-    """A step of a plan: every rank receives the elements of the target that it lacks in the source.
+    """A step of a plan: every rank receives the elements that it needs in the target and lacks in the source.
 
     Args:
         source, target: the layouts; the target has complete values.
@@ -182,7 +181,7 @@ class LayoutExchange:
         return BoxRows.joined(parts, self.dims).ordered()
 
     def _cut_for(self, lines: _Lines, own: Flags, wanted: Ints, pieces: Ints) -> BoxRows:
-        """Return the rows of this rank's demands on regions that several ranks hold, cut into shares."""
+        """Return this rank's demands on regions with several holders, cut into the holders' shares."""
         piece_of = np.full(len(self.need.counts), -1)
         piece_of[wanted] = pieces
         demand, holder, boxes = lines.shares(own)
@@ -215,7 +214,7 @@ class LayoutExchange:
         return BoxRows.joined(parts, self.dims).ordered()
 
     def _whole_demands(self, region: int, piece: int, rank: int) -> BoxRows:
-        """Return the whole demands on a region that `rank`, a holder of the region, serves."""
+        """Return the uncut demands on a region that `rank`, one of the holders, serves."""
         which, common = meet(self.have.boxes.lows[region], self.have.boxes.highs[region], self.need.boxes)
         entry, ranks = self.need.entries(which)
         own = np.full(len(entry), region)
@@ -231,7 +230,7 @@ class LayoutExchange:
         )
 
     def _in_turn(self, regions: Ints, wanted: Ints, ranks: Ints) -> Ints:
-        """Return the holder that serves each whole demand."""
+        """Return the holder that serves each uncut demand."""
         base = self.have.starts[regions]
         number = self.have.counts[regions]
         place = self.need.find(wanted, ranks) - self.need.starts[wanted]  # among the ranks that need it
@@ -250,8 +249,8 @@ class LayoutExchange:
     def _lines(self, regions: Ints, rank: int) -> _Lines:
         """Return the demands on each of `regions`, concatenated into lines.
 
-        With nodes, a region has a line for the ranks of each node that holds it, and one for all other ranks;
-        only lines of the node of `rank`, and the last kind, are made.
+        With nodes, a region has one line for each node that holds it, and one line for all other ranks. Only
+        the line of the node of `rank` and the line for all other ranks are made.
         """
         boxes = self.have.boxes.take(regions)
         i, wanted, common = meet_all(boxes, self.need.boxes)
@@ -304,7 +303,7 @@ class _Lines:
         regions = self.regions[firsts]
         members, starts, number = self._holders(regions, self._lines[firsts])
         shares = np.minimum(number, np.maximum(1, -(-totals * exchange.itemsize // GRAIN)))
-        # The cuts of all lines, ascending: the begin of each line, and the cuts between its shares.
+        # The cuts of all lines, ascending: the start of each line, and the cuts between its shares.
         line = np.repeat(np.arange(len(firsts)), shares)
         index = np.arange(len(line)) - (shares.cumsum() - shares)[line]
         cuts = self._snapped(
@@ -328,7 +327,7 @@ class _Lines:
         return demand, members[starts[at] + (index[share] + turn) % number[at]], boxes
 
     def _holders(self, regions: Ints, lines: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the concatenated holders that serve the lines, and each line's first index and length."""
+        """Return the holders that serve the lines, concatenated, and each line's first index and length."""
         have, nodes = self._exchange.have, self._exchange.nodes
         if nodes is None:
             return have.members, have.starts[regions], have.counts[regions]
@@ -339,7 +338,7 @@ class _Lines:
         return ranks, number.cumsum() - number, number
 
     def _snapped(self, cuts: Ints, share: Ints, begins: Ints, ends: Ints) -> Ints:
-        """Return the cuts, moved to an end of a demand if that is close, or else between its rows."""
+        """Return the cuts, each moved to the nearest end of a demand if close, or else to a row boundary."""
         at = np.minimum(np.searchsorted(ends, cuts, side="right"), len(ends) - 1)
         begin, end = begins[at], ends[at]
         unit = row_length(self.boxes.take(at), share)

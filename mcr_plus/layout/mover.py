@@ -1,10 +1,10 @@
-"""Execution of plans: boxes are packed into buffers, exchanged through the pipeline, and unpacked.
+"""Execute plans: pack boxes into buffers, exchange the buffers through the pipeline, and unpack them.
 
 The boxes of many tensors share one exchange. The caller does not wait between the steps of a plan: all
 operations are issued at once. Each starts when the previous one is complete (`Message.after`), and packs its
 buffer just before it starts. A large plan whose second step gathers inside nodes is cut into waves: one wave
 is gathered while the next one is in flight between nodes. If `memory` bounds the buffers, an exchange is cut
-into rounds with alternating buffers, so that one is packed while the other is in flight.
+into rounds with alternating buffers, so that one buffer is packed while the other is in flight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _ROUNDS: Final = "rounds of messages"
 _SLOTS: Final = 2  # buffers used alternately by rounds
 _WAVES: Final = 4
-_LEAST_WAVE: Final = 2 << 20  # bytes of the fullest rank; below, a wave's latency outweighs its overlap
+_LEAST_WAVE: Final = 2 << 20  # bytes on the fullest rank; in a smaller wave, latency outweighs overlap
 _CPU: Final = torch.device("cpu")
 
 
@@ -61,7 +61,7 @@ class Mover:
         plan: the plan, for tensors of one dtype and device.
         options: the options of its operations.
         memory: bound of the buffers in bytes; None: no bound. The addends of a tensor are not cut into
-            rounds, so they may exceed it.
+            rounds, so they may exceed the bound.
         pool: pool of the buffers, which other movers may share; None: a private pool.
     """
 
@@ -89,7 +89,7 @@ class Mover:
         """Indices of tensors whose source may lack elements; these elements are zero in the result."""
         self.pool = SpacePool() if pool is None else pool
         self._digest = crc32(plan.call.encode())
-        self.key = object()  # key in `Space.buffers`, where the mover itself would form a cycle
+        self.key = object()  # key in `Space.buffers`; the mover itself would form a reference cycle
         rounds = [each for stage in self.stages for each in stage.rounds]
         self.slots = _SLOTS if any(len(stage.rounds) > 1 for stage in self.stages) else 1
         if self.waves:
@@ -117,7 +117,7 @@ class Mover:
     # -- binding ----------------------------------------------------------------------------------
 
     def _waves_within(self, memory: int | None) -> int:
-        """Return the number of waves, the same on all ranks; 1 if waves gain nothing."""
+        """Return the number of waves, the same on all ranks; 1 if waves bring no gain."""
         plan = self.plan
         if plan.nodes is None or {each.program.name for each in plan.chosen} - {"direct", "gather"}:
             return 1
@@ -263,9 +263,9 @@ class Mover:
     def next_match_tag(self) -> int:
         """Return the tag of the messages of the next round, the same on all ranks.
 
-        It differs from the tags of other rounds and plans in flight: messages with the same tag start in the
-        order of issue, so a ready message would wait for rounds that are not ready.
-        Programs that use tags from 2²³ on may collide with it.
+        The tag differs from the tags of other rounds and plans in flight. Messages with the same tag start in
+        the order of issue, so a ready message would wait for earlier rounds. It may collide with tags of the
+        program from 2²³ on.
         """
         counter: list[int] = self.comm.attached.setdefault(_ROUNDS, [0])
         counter[0] += 1
@@ -335,4 +335,4 @@ def _names_a_codec(config: Config) -> bool:
 
 
 def _nothing() -> None:
-    """Stand in for a dead weak reference: return None."""
+    """Return None, like a dead weak reference."""

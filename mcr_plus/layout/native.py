@@ -1,4 +1,4 @@
-"""Pairs of layouts whose redistribution is a single native collective in each of several groups."""
+"""Find redistributions that are a single native collective in each of several groups."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class NativeCollective:
 
     Attributes:
         kind: kind of the collective, the same in all groups.
-        groups: ranks of the job, in the order of their parts; every rank that holds elements is in a group. A
-            rank alone in its group copies its part. In a broadcast, ranks ascend.
+        groups: members of each group, as ranks of the job, in the order of their parts. Every rank that holds
+            elements is in a group; a group of one rank only copies. In a broadcast, ranks ascend.
         repeats: True if several groups compute the same elements, as in a mesh with replicas along another
             dimension.
     """
@@ -49,10 +49,7 @@ def root_of(group: Sequence[int], source: Layout) -> int:
 
 
 def native(source: Layout, target: Layout) -> NativeCollective | None:
-    """Return the collective that redistributes `source` to `target`.
-
-    None if one collective does not suffice, or none is needed.
-    """
+    """Return the collective that redistributes `source` to `target`; None if it takes several, or none."""
     same = np.array_equal(source.owners, target.owners)
     if source.has_gaps or not len(source.owners) or not (same or len(source.owners) < len(target.owners)):
         return None  # a broadcast has fewer holders than receivers
@@ -100,7 +97,7 @@ class Room:
 
 
 def packed_volume(one: NativeCollective, source: Layout, target: Layout) -> int:
-    """Return the number of elements of the largest buffer in which a rank packs parts.
+    """Return the number of elements of the largest packing buffer of a rank.
 
     0 if each part is contiguous in the whole.
     """
@@ -122,9 +119,10 @@ def packed_volume(one: NativeCollective, source: Layout, target: Layout) -> int:
 
 
 def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -> NativeCollective | None:
-    """Return the collective among ranks with equal outer boxes; None if inner boxes do not partition these.
+    """Return the collective among ranks with equal outer boxes; None if inner boxes do not partition them.
 
-    If several ranks hold the same part, the first rank of each part is in one group, the second in another.
+    If several ranks hold the same part, the first holders of all parts form one group, the second holders
+    another.
     """
     group = _classes(*outer)
     if np.bincount(group).max() < 2:
@@ -149,7 +147,7 @@ def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -
 
 
 def _broadcast(source: Layout, target: Layout) -> NativeCollective | None:
-    """Return broadcasts in disjoint groups, from the only holder of each box to all ranks that need it."""
+    """Return broadcasts in disjoint groups, each from the only holder of a box to the ranks that need it."""
     boxes = (np.concatenate(both) for both in zip(source.held, target.held, strict=True))
     box_of = _classes(*boxes)
     held, needed = box_of[: len(source.owners)], box_of[len(source.owners) :]
@@ -160,7 +158,7 @@ def _broadcast(source: Layout, target: Layout) -> NativeCollective | None:
     ]
     sizes = [len(group) for group in groups]
     if max(sizes) < 3 or sum(sizes) > len(np.union1d(source.owners, target.owners)):
-        return None  # only single messages, or a rank would be in two groups
+        return None  # single messages suffice, or a rank would be in two groups
     return NativeCollective("broadcast", tuple(sorted(groups)))
 
 
@@ -175,7 +173,7 @@ def _classes(*columns: Ints) -> Ints:
 
 
 def _places(classes: Ints) -> Ints:
-    """Return for each entry the number of earlier entries of its class."""
+    """Return, for each entry, the number of earlier entries of the same class."""
     sizes = np.bincount(classes)
     order = np.argsort(classes, kind="stable")
     found = np.empty(len(classes), np.int64)

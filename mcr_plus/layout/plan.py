@@ -1,4 +1,4 @@
-"""Plans of redistributions: chosen by cost, agreed on by the group, and proved before data is sent."""
+"""Make redistribution plans: choose by cost, agree in the group, and prove each plan before data is sent."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class RedistributionPlan:
     Attributes:
         specs: the tensors.
         chosen: program of each tensor.
-        loads: [tensors, steps, 6]: largest loads of any rank, in the order of `LOADS`.
+        loads: [tensors, steps, 6] maximum loads over ranks, in the order of `LOADS`.
         nodes: node of each rank of the job; None for one node.
-        call: name of the plan in the signatures of its operations, so that ranks with different plans are
-            detected. Equal on ranks with the same layouts, dtypes and options.
+        call: name of the plan in the signatures of its operations, by which different plans on ranks are
+            detected; equal for equal layouts, dtypes and options.
     """
 
     specs: Sequence[Spec]
@@ -96,7 +96,7 @@ class RedistributionPlan:
         return [bound(spec.source, spec.target, self.nodes) for spec in self.specs]
 
     def describe(self) -> str:
-        """Return a description of the plan: each tensor, its steps, and the largest bytes of any rank."""
+        """Return a description of the plan: the tensors, their steps, and the bytes on the fullest rank."""
         lines = []
         for spec, each, loads in zip(self.specs, self.chosen, self.loads, strict=True):
             name = f"{spec.name}: " if spec.name else ""
@@ -135,10 +135,10 @@ def make_plan(
 ) -> RedistributionPlan:
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
-    Collective. `wrong`: the error in this rank's arguments, if any; then, or if the specs or `options` differ
-    between ranks, all ranks raise. `room`: budget of native collectives, from which the chosen ones are
-    subtracted; None: no limit of bytes. `lossy`: a codec is requested; only programs that leave replicas with
-    the same bits are allowed. `among`: all tensors of the call, if `specs` are only those of one dtype.
+    Collective. `wrong`: the error in this rank's arguments, if any. All ranks raise if any rank passes
+    `wrong`, or if specs or `options` differ between ranks. `room`: budget for native collectives, reduced by
+    the chosen ones; None: no limit of bytes. `lossy`: a codec is requested; only programs that keep replicas
+    equal bit for bit are allowed. `among`: all tensors of the call, if `specs` holds only one dtype.
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
@@ -178,7 +178,7 @@ def make_plan(
         for at, (_, program) in enumerate(different.values()):
             if loads[at].any() and not keeps_replicas(program):
                 seconds[at] = np.inf
-    # Choose in the order of tensors: earlier ones have the first claim on the budget.
+    # Choose in the order of tensors: earlier tensors have the first claim on the budget.
     chosen, kept = [], np.zeros((len(specs), MOST_STEPS, len(LOADS)), np.int64)
     room = room or Room(comm, None)
     for at, (spec, some) in enumerate(zip(specs, found, strict=True)):
@@ -199,7 +199,7 @@ def _cheapest(
 ) -> ExchangeProgram:
     """Return the cheapest program of a tensor whose native collectives fit into `room`.
 
-    Raises `Unsupported` if all other programs have infinite costs, as they make the bits of replicas differ.
+    Raises `Unsupported` if no program is left because the others would make replicas differ (infinite costs).
     """
     pair = spec.source, spec.target, spec.dtype.itemsize
     usable = [
@@ -253,8 +253,8 @@ def lossy_steps(program: ExchangeProgram) -> int:
     """Return the number of leading steps of a program that may use a codec; later steps are exact.
 
     Replicas would differ after a lossy step in which one rank keeps values that others receive. A native
-    collective counts as one step: its ranks get the same bits. But if several groups run it, an element may
-    be in two of them; and the root of a broadcast keeps its exact values.
+    collective counts as one step, since all its ranks get the same bits. Exceptions: if several groups run
+    it, an element may be in two of them; and the root of a broadcast keeps its exact values.
     """
     if program.native is not None:
         return int(len(program.native.groups) == 1 and program.native.kind != "broadcast")
@@ -276,10 +276,10 @@ def nodes_of(comm: Communicator) -> Ints | None:
 def costs_of(comm: Communicator, nodes: Ints | None) -> MessageCosts:
     """Return the costs of messages and bytes in this group, equal on all ranks because the tables are.
 
-    They come from the all_to_all and the send of the group's tuning table; defaults apply if no table is
-    named, or the table lacks one of them. An all_to_all of s bytes on n ranks, k of them on each node, sends
-    n - 1 messages of s / n bytes per rank; on several nodes, the n - k messages that cross the link determine
-    its time.
+    Costs come from the all_to_all and send rows of the group's tuning table. Defaults apply if no table is
+    named or a row is missing. An all_to_all of s bytes on n ranks, k of them on each node, sends n - 1
+    messages of s / n bytes per rank; on several nodes, the n - k messages that cross the link determine its
+    time.
     """
     known: MessageCosts | None = comm.attached.get(_COSTS)
     if known is None:
@@ -339,7 +339,7 @@ def _refused(comm: Communicator, spec: Spec) -> str | None:
 
 
 def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
-    """Return the name of the layout's reduction if the dtype does not support it, else None."""
+    """Return the name of the layout's reduction if the dtype does not support it; otherwise None."""
     if not source.is_partial:
         return None
     if source.op == "AVG" and dtype is torch.bool:
@@ -350,7 +350,7 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
 def _agree_on_loads(
     comm: Communicator, loads: NDArray[np.int64], nodes: Ints | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the largest loads of any rank, and the bytes that leave and enter each node, [nodes, ..., 2].
+    """Return the maximum loads over ranks, and the bytes that leave and enter each node, [nodes, ..., 2].
 
     `loads`: [..., 6], of this rank; overwritten.
     """

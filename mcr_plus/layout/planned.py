@@ -1,4 +1,4 @@
-"""Replacement of DTensor's redistributions by plans that move fewer bytes, and DTensor's volumes."""
+"""Replace DTensor's redistributions by plans that move fewer bytes, and compute DTensor's own volumes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _UNKNOWN: Final = (
 
 
 class Volume(NamedTuple):
-    """Received elements: `total` of all ranks, and `most` of any rank."""
+    """Number of received elements: `total` over all ranks, and `most`, the maximum of a rank."""
 
     total: int
     most: int
@@ -63,9 +63,9 @@ def dtensor_volume(
 ) -> Volume | None:
     """Return the volume of DTensor's own plan between two layouts on one mesh, without communication.
 
-    Its collectives count as ideal rings without padding: in a gather a rank receives the elements that it
-    lacks, in a reduce_scatter over n ranks n - 1 times its part, in an all_reduce 2 (n - 1) / n times the
-    tensor.
+    Collectives count as ideal rings without padding. A rank receives the elements that it lacks in a gather,
+    n - 1 times its part in a reduce_scatter over n ranks, and 2 (n - 1) / n times the tensor in an
+    all_reduce.
 
     Args:
         shape: the shape of the global tensor.
@@ -73,11 +73,11 @@ def dtensor_volume(
         source, target: placements, of torch or as in `Layout.mesh`: `R`, `S0`, `P`, `P(max)`.
 
     Returns:
-        Elements that all ranks together receive, and elements of the fullest rank; None if this version of
-        torch does not expose its plan, or does not support the redistribution.
+        Elements that all ranks receive in total, and elements that the fullest rank receives; None if this
+        version of torch does not expose its plan, or does not support the redistribution.
 
     Raises:
-        InvalidArgument: a placement is unknown, or there is not one for each dimension of the mesh.
+        InvalidArgument: a placement is unknown, or their number differs from the mesh's number of dimensions.
 
     Example:
         ```python
@@ -108,11 +108,11 @@ def planned() -> Iterator[None]:
 
     This applies to `DTensor.redistribute` and its backward pass, and to redistributions inside operators. The
     plans for a pair of layouts are compared once, first by the largest volume that a rank receives or sends,
-    then by the volume that all ranks together receive; DTensor's own plan is used unless it moves more, or
-    there are strided shards. It is also used for partial targets, in traced code, and for placements of
-    other libraries. All ranks of a mesh must enter the block. Results equal DTensor's, except that sums of
-    floats are added in another order, and except where DTensor loses or reorders rows: uneven shards, which
-    it gathers on a flattened mesh, are gathered along one mesh dimension after the other.
+    then by the volume that all ranks together receive; DTensor's own plan is used unless it moves more
+    elements, or shards are strided. It is also used for partial targets, in traced code, and for placements
+    of other libraries. All ranks of a mesh must enter the block. Results equal DTensor's with two exceptions.
+    Sums of floats are added in another order. Where DTensor loses or reorders rows (uneven shards gathered on
+    a flattened mesh), shards are gathered along one mesh dimension after another.
 
     Raises:
         NotInitialized: there is no job, neither of `mcr.init` nor of the backend `mcr`.
@@ -198,7 +198,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 class _Choices:
-    """Choices of a job: a redistribution for each pair of specs, None for DTensor's; groups of meshes."""
+    """Choices of a job: redistributions by pair of specs (None: DTensor's plan), and groups of meshes."""
 
     def __init__(self) -> None:
         self.moves: dict[DeviceMesh, dict[tuple[Any, Any], Redistribution | None]] = {}
@@ -209,7 +209,7 @@ _MOST: Final = 1024  # maximum number of pairs of specs on a mesh whose plans ar
 
 
 class _Planned:
-    """Replacement of `redistribute_local_tensor` that tries a plan of mcr_plus first."""
+    """Replacement for `redistribute_local_tensor` that first tries a plan of mcr_plus."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -217,7 +217,7 @@ class _Planned:
     def __call__(
         self, local_tensor: torch.Tensor, current_spec: Any, target_spec: Any, **options: Any
     ) -> torch.Tensor:
-        """Redistribute like torch's function, by a plan of mcr_plus if it moves fewer bytes."""
+        """Redistribute as torch's function does, but by a plan of mcr_plus if the plan moves fewer bytes."""
         if self._may_plan(local_tensor, current_spec, target_spec):
             found = _moved(local_tensor, current_spec, target_spec)
             if found is not None:
@@ -274,7 +274,7 @@ def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Te
 def _choose(
     choices: _Choices, local: torch.Tensor, current_spec: Any, target_spec: Any
 ) -> Redistribution | None:
-    """Return a redistribution if it moves less than DTensor's plan, or if that may be wrong; else None.
+    """Return a redistribution if DTensor's plan moves more, or may be wrong; otherwise None.
 
     The choice is the same on all ranks of the mesh. Collective over them, unless the lower bound shows that
     DTensor's plan is as good. DTensor misreads shards if a strided shard encodes no order of cuts, and on
@@ -324,13 +324,13 @@ def _choose(
 
 
 def _rounds_between(placements: Sequence[Placement], dtype: torch.dtype) -> bool:
-    """Return True for means of integers over several mesh dimensions: DTensor rounds after each dimension."""
+    """Return True for integer means over several mesh dimensions, which DTensor rounds after each one."""
     means = sum(isinstance(each, Partial) and each.reduce_op == "avg" for each in placements)
     return means > 1 and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _group(choices: _Choices, ranks: tuple[int, ...]) -> Communicator:
-    """Return the group of a mesh's ranks. The first call opens it, collectively over them."""
+    """Return the group of a mesh's ranks. The first call opens the group, collectively over these ranks."""
     world = member_of(None)
     if sorted(ranks) == sorted(world.ranks):
         return world
@@ -386,7 +386,7 @@ def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume 
 
 
 def _without_order(placement: Placement) -> Placement:
-    """Return plain shards in place of strided ones; sizes are equal unless shards are uneven."""
+    """Replace strided shards by plain shards; sizes are equal unless shards are uneven."""
     return placement if getattr(placement, "split_factor", None) is None else Shard(placement.dim)  # type: ignore[attr-defined]
 
 

@@ -1,9 +1,9 @@
-"""Programs: the possible steps from one layout to another, their loads, and their costs.
+"""Programs: possible sequences of steps from one layout to another, with loads and costs.
 
 Every program is a sequence of exchanges (`messages`), each from one layout to the next, or one native
 collective (`native`):
 
-    direct              source → target: every rank receives the elements it lacks from ranks that hold them
+    direct              source → target: every rank receives the elements it lacks from their holders
     gather              source → slices → target: ranks that lack the same elements first receive a slice
                         each, then exchange the slices; with nodes, each element enters each node once
     reduce              source → sums → target: the holders of addends first sum a slice each
@@ -110,11 +110,11 @@ def exchanges(
 
 
 def summed(source: Layout, target: Layout, itemsize: int, turn: int = 0) -> Layout | None:
-    """Return the layout of the regions of a partial source, cut into slices that are each summed on one rank.
+    """Return the layout of a partial source's regions, cut into slices; one rank sums each slice.
 
-    A rank that sums elements that it needs does not receive them later. Elements that some of their holders
-    need are therefore summed by these holders, unless sharing the sums among all holders makes the largest
-    volume of a rank smaller. None if the addends are not cut into the same boxes.
+    A rank that sums elements that it needs does not receive them later. So if some holders of an element need
+    it, they sum it, unless sharing the sums among all holders gives the fullest rank less volume. Returns
+    None if the addends are not cut into the same boxes.
     """
     have, need = source.regions, target.target_regions
     number, addends = len(have.counts), source.addend_count
@@ -157,7 +157,7 @@ def _spread(boxes: Boxes, box_of: Ints, members: Ints, itemsize: int, turn: int)
 
 
 def _members_of(some: Ints, box_of: Ints, members: Ints) -> tuple[Ints, Ints]:
-    """Return all members of the boxes `some`: the index in `some`, and the rank. `box_of`: see `_spread`."""
+    """Return all members of the boxes `some`, as (index in `some`, rank). `box_of`: see `_spread`."""
     begins = np.searchsorted(box_of, some)
     number = np.searchsorted(box_of, some, side="right") - begins
     which = np.repeat(np.arange(len(some)), number)
@@ -165,7 +165,7 @@ def _members_of(some: Ints, box_of: Ints, members: Ints) -> tuple[Ints, Ints]:
 
 
 def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
-    """Return the largest received volumes, in elements: for the sums, plus for the target after them."""
+    """Return the elements that the fullest rank receives for the sums, plus those for the target."""
     owners, boxes = owned
     size = 1 + int(max(owners.max(initial=0), need.members.max(initial=0)))
     sums = np.bincount(owners, boxes.volumes, size)
@@ -179,10 +179,10 @@ def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
 def sliced(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
 ) -> Layout | None:
-    """Return the layout in which each rank holds its elements, and a slice of commonly lacking ones.
+    """Return the layout in which each rank holds its elements, and a slice of those that several ranks lack.
 
-    Slices lie inside the target's local tensors. None if every element is lacked by at most as many ranks as
-    hold it, or if there would be too many slices.
+    Slices lie inside the target's local tensors. None if no element is missing on more ranks than hold it, or
+    if there would be too many slices.
     """
     have, need = source.regions, target.target_regions
     nodes = None if nodes is None or len(np.unique(nodes)) == 1 else nodes
@@ -201,7 +201,7 @@ def sliced(
     lacking, lackers = entry[~held], ranks[~held]
     if not len(lacking):
         return None
-    # Groups of ranks that lack a cell: one group, or one per node.
+    # Ranks that lack a cell form one group, or one group per node.
     group = np.zeros(len(lacking), np.int64) if nodes is None else nodes[lackers]
     order = np.lexsort((lackers, group, lacking))
     lacking, lackers, group = lacking[order], lackers[order], group[order]
@@ -219,12 +219,12 @@ def sliced(
     )
     if len(which) > _MOST_SLICES:
         return None
-    # Each slice goes to one rank of every group of its cell, and stays on ranks that hold the cell.
+    # Each slice is sent to one rank of every group of its cell, and stays on ranks that hold the cell.
     begin = np.searchsorted(which, np.arange(len(cells.lows)))
     pieces_of_cell = np.bincount(which, minlength=len(cells.lows))
 
     def slices_of(some: Ints) -> tuple[Ints, Ints]:
-        """Return all slices of the cells `some`: the index in `some`, and the slice."""
+        """Return all slices of the cells `some`, as (index in `some`, slice)."""
         number = pieces_of_cell[some]
         at = np.repeat(np.arange(len(some)), number)
         return at, np.arange(len(at)) - (number.cumsum() - number)[at] + begin[some][at]
@@ -247,7 +247,8 @@ def _pieces(regions: Regions, which: Ints, ranks: Ints) -> Ints:
 def _slices(boxes: Boxes, number: Ints) -> tuple[Ints, Ints, Boxes]:
     """Cut each flattened box into `number` slices of near equal size.
 
-    Returns for each resulting box the index of its box and of its slice; a slice may be several boxes.
+    Returns, for each resulting box, the index of the original box and of the slice; a slice may be several
+    boxes.
     """
     sizes = boxes.volumes
     which = np.repeat(np.arange(len(sizes)), number)
@@ -295,7 +296,7 @@ def native_load(
         others = as_ints([member for member in members if member != rank])
         far = 0 if nodes is None else int((nodes[others] != nodes[rank]).sum())
         for where, those in enumerate((len(others) - far, far)):
-            # (number - 1) parts; each of the other ranks has as many
+            # (number - 1) parts, from each of the other ranks
             found[where] = [-(-times * size * those // number)] * 2 + [int(those > 0)]
     return found.ravel()
 
@@ -312,7 +313,9 @@ def _broadcast_load(
         far = np.zeros(len(others), bool) if nodes is None else nodes[others] != nodes[root]
         for where, there in enumerate((~far, far)):
             receives = bool(there[others == rank].any())
-            sent = -(-size * int(there.sum()) // len(members))  # all share this, and the root sends all once
+            sent = -(
+                -size * int(there.sum()) // len(members)
+            )  # shared by all; the root sends everything once
             sent = max(sent, size * int(rank == root and there.any()))
             found[where] = sent, size * receives, int(there.any())
     return found.ravel()
@@ -333,9 +336,9 @@ class MessageCosts(NamedTuple):
     far_send: float = 120e-6
 
     def prefers_messages(self, messages: int, peers: int, across: bool) -> bool:
-        """Return True if that many sends and receives take less time than an all_to_all with `peers`.
+        """Return True if `messages` sends and receives are faster than an all_to_all with `peers` peers.
 
-        `across`: between nodes. Bytes count equally in both.
+        `across`: between nodes. Only latencies are compared: the bytes are the same.
         """
         send, part = (self.far_send, self.far_message) if across else (self.send, self.message)
         return messages * send < peers * part
@@ -343,8 +346,8 @@ class MessageCosts(NamedTuple):
     def seconds(self, loads: NDArray[np.int64], crossing: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the time of exchanges.
 
-        `loads`: [..., 6], the largest loads of any rank. `crossing`: [..., 2], the most bytes that leave a
-        node, and that enter a node, over the link that its ranks share.
+        `loads`: [..., 6], maximum loads over ranks. `crossing`: [..., 2], maximum bytes that leave a node,
+        and that enter a node, over the node's shared link.
         """
         near = self.message * loads[..., 2] + self.byte * np.maximum(loads[..., 0], loads[..., 1])
         far = self.far_message * loads[..., 5] + self.far_byte * crossing.max(axis=-1)
@@ -355,8 +358,8 @@ class MessageCosts(NamedTuple):
 def cheapest(seconds: Sequence[float], crossing: Sequence[int]) -> int:
     """Return the index of the program to run: among the fastest, the one with the fewest bytes between nodes.
 
-    `seconds`: expected time of each program; `crossing`: total bytes that it sends between nodes.
-    Times up to 5 % above the least count as equal: links carry other traffic, too.
+    `seconds`: expected time of each program. `crossing`: total bytes that each program sends between nodes.
+    Times within 5 % of the minimum count as equal, because links carry other traffic, too.
     """
     least = min(seconds)
     fast = [at for at, time in enumerate(seconds) if time <= least * (1 + _CLOSE)]
@@ -365,12 +368,12 @@ def cheapest(seconds: Sequence[float], crossing: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class VolumeBound:
-    """Least volume of any plan, in elements.
+    """Minimum volume over all plans, in elements.
 
     Attributes:
-        received: elements that each rank of the target must receive.
-        total: elements of all ranks together; with sums it exceeds the sum of `received`.
-        entering: elements that must enter each node.
+        received: number of elements that each rank of the target must receive.
+        total: number of elements received by all ranks together; with sums, more than the sum of `received`.
+        entering: number of elements that must enter each node.
     """
 
     received: dict[int, int]
@@ -384,10 +387,10 @@ class VolumeBound:
 
 
 def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> VolumeBound:
-    """Return the least volume of any plan from `source` to `target`, by counting.
+    """Return the minimum volume of plans from `source` to `target`, by counting.
 
-    A rank must receive each element that it needs and does not hold, once. An element with k addends is
-    received k - 1 times to be summed on any rank, and once by each further rank that needs it.
+    A rank must receive each element that it needs and does not hold once. An element with k addends is
+    received k - 1 times on the rank that sums it, and once on every other rank that needs it.
     """
     have, need = source.regions, _apart(target)
     received = dict.fromkeys(target.ranks, 0)

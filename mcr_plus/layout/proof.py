@@ -1,11 +1,11 @@
-"""Proof that an exchange is correct; each rank checks its own part before the first byte is sent.
+"""Prove that an exchange is correct: each rank checks its own part before the first byte is sent.
 
 `check` verifies the result of planning independently of the planner: the boxes that a rank keeps and receives
 cover each of its boxes exactly once for every addend; it receives each box from a rank that holds it; and it
 sends only boxes that it holds. The `digests` of sender and receiver are compared, so that both pack and
 unpack the same boxes in the same order. If `check` passes on every rank for every step, and all digests
-agree, every element of the target is the reduction of all its addends, each once, by induction over the
-steps: each step leads from a complete layout to a complete layout.
+agree, every element of the target is the reduction of its addends, each counted once. The proof is by
+induction: each step leads from a complete layout to a complete layout.
 
 `check_native` verifies a native collective in each of several groups: the boxes of a group's members, in
 their order, are the inputs and outputs of such a collective. All ranks compare `digest_of_groups`, to make
@@ -59,7 +59,7 @@ def check(part: ExchangePart, source: Layout, target: Layout) -> str | None:
 def _not_inside(
     does: str, rank: int, source: Layout, pieces: Ints, boxes: Boxes, addends: Ints
 ) -> str | None:
-    """Return the error if a row lies outside its box of the rank's source, or has another addend."""
+    """Return the error if a row lies outside its box in the source, or has another addend; else None."""
     if not (source.owners[pieces] == rank).all():
         return f"rank {rank} {does} a part of a box of another rank"
     if not (contains(source.held.take(pieces), boxes) & (source.addends[pieces] == addends)).all():
@@ -199,7 +199,7 @@ def digest_of_groups(native: NativeCollective) -> int:
 
 
 def digests(rows: BoxRows, ranks: Ints) -> NDArray[np.int64]:
-    """Return for each of `ranks` a 64-bit hash of the boxes exchanged with it, in order; 0 if there are none.
+    """Return a 64-bit hash of the boxes exchanged with each of `ranks`, in order; 0 without boxes.
 
     The hashes of sender and receiver are equal if both have the same boxes in the same order.
     """
@@ -220,7 +220,7 @@ def digests(rows: BoxRows, ranks: Ints) -> NDArray[np.int64]:
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix 64-bit words by a bijection in which every bit affects all others.
+    """Mix 64-bit words by a bijection in which every input bit affects every output bit.
 
     The finalizer of SplitMix64 (Steele et al. 2014).
     """

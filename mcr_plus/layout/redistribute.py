@@ -1,4 +1,4 @@
-"""`mcr.redistribute`: redistribution of one tensor from one layout to another."""
+"""Redistribute one tensor from one layout to another (`mcr.redistribute`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.calls import Compress
 
 _KEPT: Final = 1024  # maximum number of cached redistributions of a group
-_BUFFERS: Final = 256 << 20  # maximum bytes of their buffers between calls
+_BUFFERS: Final = 256 << 20  # maximum bytes of idle buffers of cached redistributions
 
 
 def redistribute(
@@ -50,12 +50,12 @@ def redistribute(
         source: a `Layout`, or, if `x` is a `DTensor`, the mesh of the result.
         target: a `Layout` of the same global shape, or, if `x` is a `DTensor`, the placements of the result.
         out: the local tensor in `target` to write to, any strided tensor of the right shape and dtype; None:
-            a new one.
+            a new tensor.
         async_op: True: return a `Work`, whose `output` is the result once it is complete. Only the first call
             with these layouts waits for other ranks.
         dtype: the dtype of the tensor, the same on all ranks. Required if some rank has no part in the source
-            and tensors of several dtypes have the same layouts: without it, the dtype of the first call is
-            expected.
+            and tensors of several dtypes have the same layouts; otherwise ranks without a part expect the
+            dtype of the first call.
         tag: tag of its operations, for rules; `redistribute` if None.
         compress: as in the other collectives. With a codec, replicas still get the same bits.
 
@@ -129,7 +129,7 @@ def bound(
 
 
 class _CachedRedistributions:
-    """Cached redistributions of a group; a bound on buffers lets only the latest keep theirs."""
+    """Cached redistributions of a group; only the latest keep buffers, up to a bound."""
 
     def __init__(self) -> None:
         self.moves: OrderedDict[Any, _CachedMove] = OrderedDict()
@@ -137,7 +137,7 @@ class _CachedRedistributions:
         self._lock = Lock()  # any thread may complete a handle
 
     def add(self, key: Any, move: _CachedMove) -> None:
-        """Cache a redistribution that all ranks have agreed on: their caches must be the same."""
+        """Cache a redistribution that all ranks have agreed on, so that their caches stay equal."""
         with self._lock:
             if len(self.moves) >= _KEPT:
                 _, oldest = self.moves.popitem(last=False)

@@ -70,13 +70,13 @@ def meet_all(a: Boxes, b: Boxes) -> tuple[Ints, Ints, Boxes]:
 
 
 def contains(outer: Boxes, inner: Boxes) -> Flags:
-    """Return for each box of `outer` whether it contains the box of `inner` with the same index."""
+    """Return a mask: `outer[i]` contains `inner[i]`."""
     within = (outer.lows <= inner.lows) & (inner.highs <= outer.highs)
     return np.asarray(within.all(axis=1), bool)
 
 
 def row_length(boxes: Boxes, share: Ints) -> Ints:
-    """Return for each flattened box its unit of cuts: the largest suitable number of consecutive elements.
+    """Return the unit of cuts of each flattened box: the largest suitable number of consecutive elements.
 
     The unit is a product of trailing extents, at most 1/64 of `share` (elements between two cuts), or 1 if
     all such products are larger.
@@ -93,8 +93,8 @@ def row_length(boxes: Boxes, share: Ints) -> Ints:
 def runs(boxes: Boxes, starts: Ints, stops: Ints) -> tuple[Ints, Boxes]:
     """Return runs of flattened boxes as boxes: elements `starts[i]` to `stops[i]` of box i, row-major.
 
-    Returns the index of the run of each resulting box, and the boxes: at most 2 · dims - 1 for each run, in
-    the order of its elements; none for an empty run.
+    Returns the boxes, and the index of the run of each. A run has at most 2 · dims - 1 boxes, in the order of
+    its elements; an empty run has none.
     """
     extents = boxes.highs - boxes.lows
     number, dims = extents.shape
@@ -143,8 +143,8 @@ def grids(boxes: Boxes, shape: tuple[int, ...]) -> Iterator[tuple[list[Ints], ND
     """Count the boxes that cover each cell of the grid of their bounds; yields coordinates and counts.
 
     The coordinates of each dimension include 0 and its size. The boxes must lie inside `shape`. A large grid
-    is yielded in parts, each made only by the boxes in that part: a single grid of the runs of a flattened
-    tensor on n ranks would have O(n ** dims) cells.
+    is yielded in parts, each computed from the boxes in that part only. A single grid would have O(n ** dims)
+    cells for the runs of a flattened tensor on n ranks.
     """
     none = np.zeros(len(shape), np.int64)
     parts = [(boxes, none, as_ints(shape))]
@@ -182,7 +182,7 @@ def _counts(boxes: Boxes, edges: list[Ints]) -> NDArray[np.int32]:
 
 
 def cover_once(boxes: Boxes, low: Ints, high: Ints) -> bool:
-    """Return True if boxes cover the box from `low` to `high` exactly: each element once, and no other."""
+    """Return True if boxes cover exactly the box from `low` to `high`, each element once."""
     inside = ((boxes.lows >= low) & (boxes.highs <= high)).all()
     if not inside or int(boxes.volumes.sum()) != int(volumes(low, high)):
         return False
@@ -198,7 +198,8 @@ class Regions:
     Attributes:
         boxes, addends: box and addend of each region.
         members, starts: the ranks of region i are `members[starts[i] : starts[i + 1]]`, ascending.
-        pieces: for each member, the index in the constructor's arguments of the box that contains the region.
+        pieces: for each member, the index of the box that contains the region, in the constructor's
+            arguments.
         twins: pairs of equal boxes of one rank, which count as one member: (index of its box, index of the
             duplicate).
     """
@@ -253,7 +254,7 @@ class Regions:
         return np.searchsorted(self._keys, regions * self._base + ranks)
 
     def has(self, regions: Ints, ranks: Ints) -> Flags:
-        """Return for each region whether the rank with the same index holds it."""
+        """Return a mask: `ranks[i]` holds region `regions[i]`."""
         if not len(self.members):
             return np.zeros(len(regions), bool)
         at = np.minimum(self.find(regions, ranks), len(self._keys) - 1)
@@ -261,7 +262,7 @@ class Regions:
         return found
 
     def entries(self, regions: Ints) -> tuple[Ints, Ints]:
-        """Return for every member of each of `regions` the index in `regions`, and the rank."""
+        """Return the members of all `regions`, as (index in `regions`, rank)."""
         number = self.counts[regions]
         which = np.repeat(np.arange(len(regions)), number)
         begins = number.cumsum() - number
@@ -287,7 +288,7 @@ def cut_apart(boxes: Boxes, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
 
 
 def _covered_cells(edges: list[Ints], grid: NDArray[np.int32]) -> Boxes:
-    """Return the cells of a grid that at least one box covers."""
+    """Return the cells of a grid that are covered by at least one box."""
     cells = np.argwhere(grid > 0)
     lows = np.stack([edge[cells[:, dim]] for dim, edge in enumerate(edges)], axis=1)
     highs = np.stack([edge[cells[:, dim] + 1] for dim, edge in enumerate(edges)], axis=1)

@@ -24,7 +24,7 @@ _torch: Any = torch  # its type stubs lack the operations on lists
 
 
 class Strided(NamedTuple):
-    """A box in a local tensor, as in `torch.as_strided`, and its offset `at` in a buffer, in elements."""
+    """A box in a local tensor, as for `torch.as_strided`, and its offset `at` in a buffer, in elements."""
 
     tensor: int
     extents: tuple[int, ...]
@@ -43,7 +43,7 @@ class Strided(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Boxes to copy: each box in `froms` to the box in `tos` with the same index."""
+    """Boxes to copy: `froms[i]` to `tos[i]`."""
 
     froms: list[Strided]
     tos: list[Strided]
@@ -61,7 +61,7 @@ class Pairs(NamedTuple):
 
 @dataclass
 class AddendSum:
-    """Addends of one tensor in the order of reduction, each with received and kept boxes.
+    """Addends of one tensor in the order of reduction, each with its received boxes and its kept boxes.
 
     `onto`: True if the first addend may lack elements, so it is added to zeros instead of copied.
     """
@@ -74,7 +74,7 @@ class AddendSum:
 
 @dataclass
 class Transfer:
-    """Boxes that this rank sends to one peer in a round, or receives from it without `is_send`.
+    """Boxes that this rank sends to one peer in a round (`is_send`), or receives from it.
 
     `peer`: index of the peer in the group. `begin`, `end`: range of the buffer, in elements.
     """
@@ -91,10 +91,9 @@ class Transfer:
 class ExchangeRound:
     """Boxes that this rank sends and receives in one operation.
 
-    `place`: number of the round and of all rounds of the step, such as `1 of 3`. `received`: boxes to copy
-    into place; `sums`: boxes to reduce. `sent_at`, `received_at`: offset in a single local
-    tensor in which all boxes are contiguous, in the order of the buffer, so that no copy is needed; None if
-    they are not contiguous.
+    `place`: number of the round and number of rounds in the step, such as `1 of 3`. `received`: boxes to copy
+    into place; `sums`: boxes to reduce. `sent_at`, `received_at`: offset in a local tensor that holds all
+    boxes contiguously and in order, so that no copy is needed; None if there is no such tensor.
     """
 
     place: str
@@ -113,7 +112,7 @@ class ExchangeRound:
     """Messages of this rank, if the step consists of messages."""
 
     def cut_into_messages(self) -> None:
-        """Fill `messages`: the receives, then the sends."""
+        """Fill `messages` with the receives, then the sends."""
         for is_send, counts, boxes in (
             (False, self.output_counts, self.received),
             (True, self.input_counts, self.sent),
@@ -141,9 +140,9 @@ class ExchangeRound:
 class ExchangeStage:
     """A step of the plan: its rounds, and the boxes that this rank keeps (from, to).
 
-    `targets`: for each tensor, the layout after the step; None if its program has fewer steps. `is_last`: the
-    step writes the outputs of all tensors. `is_lossy`: a codec may be used. `is_idle`: no rank of the group
-    sends data. `by_messages`: messages between pairs of ranks replace an all_to_all.
+    `targets`: layout of each tensor after the step; None if the tensor's program has fewer steps. `is_last`:
+    the step writes the outputs of all tensors. `is_lossy`: a codec may be used. `is_idle`: no rank of the
+    group sends data. `by_messages`: messages between pairs of ranks replace an all_to_all.
     """
 
     rounds: list[ExchangeRound]
@@ -161,7 +160,7 @@ def views_of(boxes: Sequence[Strided], locals_: Locals) -> list[torch.Tensor]:
 
 
 def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy each of `values` to the tensor of `targets` with the same index."""
+    """Copy `values[i]` to `targets[i]`."""
     if len(targets) == 1:
         targets[0].copy_(values[0])
     elif targets:
@@ -203,7 +202,7 @@ def cut(
     """Return the rows of all tensors in rounds, each sorted by peer, then tensor.
 
     Tensors are cut into `number` rounds from `begin` on. `whole`: the rounds of tensors that are not cut.
-    Sender and receiver cut the elements of a message alike.
+    Sender and receiver cut a message at the same elements.
     """
     entries = sorted(
         (order[peer], at, row)
@@ -238,17 +237,14 @@ def cut(
 
 
 class Waves(NamedTuple):
-    """Boxes into which a tensor is cut so that its steps overlap, and the wave of each box."""
+    """Boxes into which a tensor is cut so that steps overlap, and the wave of each box."""
 
     boxes: Boxes
     wave_of: Ints
 
     @classmethod
     def of(cls, source: Layout, number: int) -> Waves:
-        """Cut each box of a complete source into `number` slabs, one per wave.
-
-        As a result, all its ranks send in every wave.
-        """
+        """Cut each box of a complete source into one slab per wave, so that all ranks send in every wave."""
         lows, highs = (np.repeat(side, number, axis=0) for side in source.regions.boxes)
         index = np.tile(np.arange(number), len(lows) // number)
         extents = highs - lows
@@ -260,7 +256,7 @@ class Waves(NamedTuple):
         return cls(Boxes(lows[keep], highs[keep]), index[keep])
 
     def cut(self, part: RowsOf, order: dict[int, int]) -> list[tuple[int, Item]]:
-        """Return the boxes of a tensor that a rank sends or receives, cut, each with its wave."""
+        """Cut the boxes of a tensor that a rank sends or receives; return (wave, box) pairs."""
         row, window, boxes = meet_all(part.rows.boxes, self.boxes)
         sorted_ = np.lexsort((window, row))
         row, window, boxes = row[sorted_], window[sorted_], boxes.take(sorted_)
@@ -295,7 +291,7 @@ def strided(tensor: int, extents: Ints, strides: Ints, offsets: Ints) -> list[St
 
 
 def in_one_piece(boxes: Sequence[Strided]) -> int | None:
-    """Return the offset of boxes that are contiguous in one local tensor, in order; else None."""
+    """Return the offset of boxes that are contiguous, in order, in one local tensor; otherwise None."""
     if not boxes:
         return 0
     at = begin = boxes[0].offset

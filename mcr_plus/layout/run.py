@@ -1,4 +1,4 @@
-"""Run of a plan: its local tensors at every step, its copies, and its operations in flight."""
+"""Run a plan: local tensors at every step, copies, and operations in flight."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _extreme(
     targets: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> None:
-    """Compute MIN or MAX as all libraries do: like torch keep NaN, but order the zeros by sign.
+    """Compute MIN or MAX like all libraries: propagate NaN as torch does, but order zeros by sign.
 
-    `of_equal`: combines the bits of equal numbers, which can differ only in the sign of zeros.
+    `of_equal` combines the bits of equal numbers, which differ only in the sign of zeros.
     """
     equal: list[torch.Tensor] = []
     if targets[0].is_floating_point():
@@ -50,7 +50,7 @@ def _extreme(
 
 
 def _add(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Add complex numbers by their parts: torch first multiplies them by 1, which makes NaN of inf."""
+    """Add complex numbers part by part: torch multiplies them by 1 first, which turns inf into NaN."""
     _torch._foreach_add_([_parts(each) for each in targets], [_parts(each.resolve_conj()) for each in values])
 
 
@@ -100,7 +100,7 @@ class PlanRun:
             self._stores.append(outputs if stage.is_last else self._store(stage, device))
 
     def _store(self, stage: ExchangeStage, device: torch.device) -> Locals:
-        """Return the tensors that a step writes: outputs, new tensors, or those of the previous step."""
+        """Return the tensors that a step writes: outputs, new tensors, or the previous step's tensors."""
         mover, found = self._mover, list[torch.Tensor | None]()
         for index, layout in enumerate(stage.targets):
             if layout is None:
@@ -130,11 +130,11 @@ class PlanRun:
         self._unpack(0, each, 0)
 
     def repeated(self, tensors: Locals) -> Repeated:
-        """Return a record of this run of one operation. It keeps none of `tensors` (outputs first) alive."""
+        """Record this run of one operation. The record keeps none of `tensors` (outputs first) alive."""
         (stage,) = self._mover.stages
         (each,) = stage.rounds
         number = len(self._stores[1])
-        # `data` is another tensor in the same memory; views of it do not keep the original alive.
+        # `data` is a separate tensor in the same memory: views of `data` do not keep the original alive.
         aliases = [None if local is None else local.data for local in tensors]
         self._stores = [aliases[number:], aliases[:number]]
         packed, unpacked = self.buffers.of(each, 0)
@@ -148,7 +148,7 @@ class PlanRun:
         return Repeated(self.buffers, tensors, copies, issue, message)
 
     def start(self) -> list[Work]:
-        """Issue all operations; returns their handles. Once all are complete, so are the outputs."""
+        """Issue all operations; returns their handles. Outputs are complete when all handles are."""
         if self._mover.waves:
             return self._start_in_waves()
         works: list[Work] = []
@@ -213,7 +213,7 @@ class PlanRun:
     def _operation(
         self, number: int, each: ExchangeRound, slot: int, async_op: bool, extras: Extras
     ) -> tuple[Issue, Message]:
-        """Return the exchange of a round, bound on first use. Its tensors are flat, contiguous, disjoint."""
+        """Return the exchange of a round, bound on first use, with flat, contiguous, disjoint tensors."""
         packed, unpacked = self.buffers.of(each, slot)
         source = self._buffer(each.sent, each.sent_at, each.sent_numel, number, packed)
         target = self._buffer(each.received, each.received_at, each.received_numel, number + 1, unpacked)
@@ -236,7 +236,8 @@ class PlanRun:
         return issue, Message(signature, (source,), (target,), **extras)
 
     def _issue_messages(self, number: int, each: ExchangeRound, slot: int, extras: Extras) -> Work:
-        """Issue the messages of a round, receives first. `extras`: `after`, if the step follows another."""
+        """Issue the messages of a round, receives first. `extras`: holds `after`, except in the first
+        step."""
         mover = self._mover
         packed, unpacked = self.buffers.of(each, slot)
         tag = mover.next_match_tag()
@@ -291,11 +292,11 @@ class PlanRun:
         self._reduce(number, each, slot)
 
     def _keep(self, number: int) -> None:
-        """Copy boxes that this rank holds already into its local tensors of the next layout."""
+        """Copy boxes that this rank already holds into the local tensors of the next layout."""
         self._mover.stages[number].kept.copy(self._stores[number], self._stores[number + 1])
 
     def _reduce(self, number: int, each: ExchangeRound, slot: int) -> None:
-        """Reduce the addends of each tensor in the order of their indices, which is the same on all ranks."""
+        """Reduce the addends of each tensor in index order, which is the same on all ranks."""
         for addends in each.sums:
             result = self._stores[number + 1][addends.tensor]
             if result is None:

@@ -1,4 +1,4 @@
-"""`mcr.redistribution`: redistribution of many tensors, for example a model's state, bound once."""
+"""Bind the redistribution of many tensors, for example a model's state (`mcr.redistribution`)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _Bound = tuple[list[RedistributionPlan], list[_Named]]
 class RedistributionWork(JointWork):
     """Handle of a pending redistribution.
 
-    `outputs`: this rank's local tensors in the target by name, None if it has no part; valid once the
-    handle is complete.
+    `outputs`: this rank's local tensors in the target by name, None without a part; valid once the handle is
+    complete.
     """
 
     __slots__ = ("outputs",)
@@ -62,11 +62,11 @@ class RedistributionWork(JointWork):
 
 
 class Redistribution:
-    """Redistribution of the tensors of a state; the result of `mcr.redistribution`.
+    """Bound redistribution of a state's tensors: the result of `mcr.redistribution`.
 
-    A call is collective over the group. The first call makes the plan, for the dtypes of its tensors. A rank
-    without a part in the source of a tensor assumes that later calls have the same dtypes: other ranks must
-    not pass other dtypes, unless all ranks have called `prepare` with them.
+    A call is collective over the group. The first call makes the plan for the dtypes of its tensors. A rank
+    without a part in a tensor's source assumes the same dtypes in later calls. So before a call with other
+    dtypes, all ranks must call `prepare`.
     """
 
     _other_dtypes = "call `prepare` with other dtypes on all ranks, or bind a redistribution for each"
@@ -114,19 +114,19 @@ class Redistribution:
         """Device of operations; on a rank without tensors, the device type of the other ranks' tensors."""
 
     def __call__(self, source: State, target: State | None = None) -> dict[str, torch.Tensor | None]:
-        """Redistribute the tensors of `source` to `target`; returns those of the target.
+        """Redistribute the tensors of `source`; returns the target's local tensors by name.
 
         Args:
             source: this rank's local tensors by name, in their source layouts; None or absent if it has no
                 part. Names without layouts are ignored.
-            target: local tensors to write to. Those that are None or absent are allocated, on the device of
-                this rank's other tensors, or on the CPU if it has none. A name without layouts is an error.
+            target: local tensors to write to. Tensors that are None or absent are allocated, on the device of
+                this rank's other tensors, or on the CPU without any. A name without layouts is an error.
                 Sources that share memory with any target tensor are copied first.
 
         Raises:
-            InvalidArgument: a tensor does not fit its layout, has another dtype than ranks without it expect,
-                or two target tensors share memory. The first call raises on all ranks, later ones on the
-                ranks with invalid arguments.
+            InvalidArgument: a tensor does not fit its layout, has a dtype that ranks without the tensor do
+                not expect, or shares memory with another target tensor. The first call raises on all ranks,
+                later ones on the ranks with invalid arguments.
         """
         movers, locals_ = self._ready(source, target)
         for names, mover in movers:
@@ -245,8 +245,8 @@ class Redistribution:
     def _ready(self, source: State, target: State | None) -> tuple[list[_Named], dict[str, Local]]:
         """Return the movers for the dtypes of these tensors, and the tensors.
 
-        In the first call, invalid arguments raise on all ranks; in later ones, as in other collectives, only
-        on the ranks that pass them.
+        Invalid arguments raise on all ranks in the first call. In later calls they raise only on the ranks
+        that pass them, as in other collectives.
         """
         if self.rank < 0:
             raise Unsupported(f"this rank is not a member of group '{self._comm.name}'")
@@ -287,7 +287,7 @@ class Redistribution:
         return movers, made_apart(rows)
 
     def _check_dtypes(self, given: Given) -> None:
-        """Raise `InvalidArgument` if a dtype differs from that expected by ranks without the tensor."""
+        """Raise `InvalidArgument` if ranks without a tensor expect another dtype."""
         for (name, pair), dtype in zip(given.items(), self._dtypes or (), strict=False):
             for each in pair:
                 if each is not None and each.dtype != dtype:
@@ -300,8 +300,8 @@ class Redistribution:
     def _agree(self, wrong: str | None, device: torch.device | None = None) -> None:
         """Raise on all ranks if any rank passes `wrong`, or if layouts or options differ between ranks.
 
-        This precedes all other communication, so that ranks with invalid arguments take part in it, too.
-        `device`: device of this rank's tensors; None without tensors; then other ranks determine it.
+        This precedes all other communication, so that ranks with invalid arguments take part, too. `device`:
+        device of this rank's tensors; None without tensors, in which case other ranks determine it.
         """
         words = [self._said, *(f"{name}/{a.digest!r}/{b.digest!r}" for name, (a, b) in self._specs.items())]
         number = int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest(), "big")
@@ -317,7 +317,7 @@ class Redistribution:
             raise InvalidArgument("ranks pass different layouts or options")
 
     def _found_dtypes(self, given: Given) -> _Dtypes:
-        """Return the dtype of each tensor, also on ranks that do not hold it; collective if `_asks`."""
+        """Return the dtype of each tensor, even on ranks that do not hold it; collective if `_asks`."""
         if not self._asks:  # all ranks have a part in every source
             return tuple(x.dtype for x, _ in given.values() if x is not None)
         held = {
@@ -344,7 +344,7 @@ class Redistribution:
         return f"memory={self._memory}, tag={self._options.get('tag')!r}, compress={compress!r}"
 
     def _bind(self, dtypes: _Dtypes, wrong: str | None = None) -> None:
-        """Make a plan for the tensors of each dtype, and the objects that run it."""
+        """Make a plan for the tensors of each dtype, and the movers that run the plans."""
         lossy = self._options.get("compress") not in (None, False)
         room, memory = Room(self._comm, self._for_native()), self._memory
         among = [
@@ -367,16 +367,16 @@ class Redistribution:
         self._bound[dtypes] = plans, [each for plan in plans for each in self._movers_of(plan, memory)]
 
     def _for_native(self) -> int | None:
-        """Return the bytes for native collectives of all dtypes together; None: no limit.
+        """Return the limit of bytes for native collectives of all dtypes together; None: no limit.
 
-        With several tensors: at most half of the memory, and no more than exchanges leave unused.
+        With several tensors, at most half of the memory, and no more than exchanges leave unused.
         """
         if self._memory is None or len(self._specs) == 1:
             return self._memory
         return max(0, min(self._memory // 2, self._memory - _needed(self._specs)[0]))
 
     def _movers_of(self, plan: RedistributionPlan, memory: int | None) -> list[_Named]:
-        """Return the objects that run a plan: one for exchanges (in `memory` bytes), one per collective."""
+        """Return the movers of a plan: one for exchanges (in `memory` bytes), one per native collective."""
         found: list[_Named] = []
         exchanged = plan.take(
             [index for index, each in enumerate(plan.chosen) if each.program.native is None]
@@ -403,13 +403,11 @@ class Redistribution:
         return Chain(self._pool, self._pool.take(max(sizes), device))
 
     def _done(self) -> None:
-        """Run after each call, once its outputs are complete; a hook for subclasses."""
+        """Do nothing. A subclass overrides this hook, which runs when the outputs of a call are complete."""
 
 
 def refuse(group: Communicator | None, error: McrError) -> NoReturn:
-    """Send an error to the other ranks of the group, then raise it: if this is their first call, too, they
-    raise it as well.
-    """
+    """Send an error to the other ranks, then raise it; other ranks raise it in their first call."""
     comm = member_of(group)
     if comm.rank >= 0 and not comm.closed:
         try:
@@ -432,23 +430,23 @@ def redistribution(
 
     Args:
         specs: layouts (source, target) of each tensor by name, the same on all ranks of the group.
-        memory: bound of the buffers of a call in bytes (`256MiB`), for all dtypes together. Larger
-            exchanges are cut into rounds, so that one is packed while another is in flight. None: no bound.
-            Not included: addends of a summed tensor, which are not cut, with the slices
-            and float32 sums made of them; whole copies of tensors that are not contiguous, and of sources
-            that share memory with the target; and the memory of codecs and libraries.
+        memory: bound of the buffers of a call in bytes (`256MiB`), for all dtypes together. Larger exchanges
+            are cut into rounds, so that one round is packed while another is in flight. None: no bound. Not
+            included: addends of a summed tensor, which are not cut, and the slices and float32 sums made
+                from them; copies of tensors that are not contiguous, and of sources that share memory with
+                the target; and the memory of codecs and libraries.
         group, tag, compress: see `mcr.redistribute`.
 
     Returns:
         A callable: `move(source_state, target_state)` writes the target's local tensors and returns them,
         `move.start(…)` returns a `Work`, and `move.plan` is the plan after the first call. Later calls may
-        pass tensors of the same dtypes. Other dtypes make another plan if every rank has a part in every
-        source; otherwise they raise, unless all ranks have called `move.prepare(dtypes)` with them.
+        pass tensors of the same dtypes. Other dtypes cause a new plan if every rank has a part in every
+        source; otherwise all ranks must first call `move.prepare(dtypes)`.
 
     Raises:
-        InvalidArgument: `memory` is too small for the largest row, or specs are not pairs of layouts; on the
-            rank that passes them. In the first call, on all ranks: layouts do not fit each other or the
-            group.
+        InvalidArgument: `memory` is too small for the largest row, or specs are not pairs of layouts; raised
+            on the rank that passes them. In the first call, on all ranks: layouts do not match each other or
+            the group.
 
     Example:
         ```python
@@ -479,7 +477,7 @@ def _memory(memory: int | str, specs: Mapping[str, tuple[Layout, Layout]]) -> in
 
 
 def _needed(specs: Mapping[str, tuple[Layout, Layout]]) -> tuple[int, str, int]:
-    """Return the least bytes that exchanges need, the tensor with the largest row, and its elements."""
+    """Return the minimum bytes for exchanges, the tensor with the largest row, and the row's elements."""
     rows = {name: source.shape[-1] if len(source.shape) > 1 else 1 for name, (source, _) in specs.items()}
     widest = max(rows, key=rows.__getitem__, default="")
     row = rows.get(widest, 0)

@@ -1,6 +1,4 @@
-"""Layouts of convolutions and pooling: the output of each rank, the input that it needs, and the part of its
-output that needs no halo.
-"""
+"""Layouts for convolution and pooling: each rank's output, needed input, and output that needs no halo."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ Range = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """Window of the input that one element of the output reads, in each spatial dimension."""
+    """Window of the input that an output element reads, in each spatial dimension."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,11 +26,11 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> Ints:
-        """Number of elements from the first to the last that one output element reads."""
+        """Extent of the window: number of elements from the first to the last."""
         return as_ints(self.dilation) * (as_ints(self.kernel) - 1) + 1
 
     def reads(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Return the range of the input, padding included, that a range of the output reads."""
+        """Return the range of the input, including padding, that a range of the output reads."""
         stride, left = as_ints(self.stride), as_ints(self.left)
         return low * stride - left, (high - 1) * stride - left + self.reach
 
@@ -73,7 +71,7 @@ class Window(NamedTuple):
 
 
 def of_boxes(layout: Layout, shape: Ints, boxes: Boxes) -> Layout:
-    """Return the layout of other boxes on the same ranks; ranks without a box still have none."""
+    """Return a layout of other boxes on the same ranks; ranks without a box get no box."""
     locals_ = {rank: (0,) * len(shape) for rank in layout.ranks}
     extents = boxes.highs - boxes.lows
     locals_.update(zip(layout.owners.tolist(), map(tuple, extents.tolist()), strict=True))
@@ -84,7 +82,7 @@ def of_boxes(layout: Layout, shape: Ints, boxes: Boxes) -> Layout:
 
 
 def box_of(layout: Layout, rank: int) -> list[Range] | None:
-    """Return the bounds of a rank's box; None if it has none."""
+    """Return the bounds of a rank's box; None without a box."""
     pieces = layout.pieces(rank)
     if not len(pieces):
         return None
@@ -93,7 +91,7 @@ def box_of(layout: Layout, rank: int) -> list[Range] | None:
 
 
 class Strip(NamedTuple):
-    """A box of this rank's output: its slices `at` there, and the input that it `reads`, padding included."""
+    """A box of this rank's output: slices `at` in the output, and the input that it `reads`, with padding."""
 
     at: tuple[slice, ...]
     reads: tuple[Range, ...]
@@ -106,8 +104,8 @@ class StencilPart(NamedTuple):
         inner: part of the output that reads only elements of this rank; None if there is none.
         outer: rest of the output.
         whole: whole output.
-        own, needed: input that the rank owns, and input that it needs; circular dimensions extend
-            beyond the tensor's bounds.
+        own, needed: range of the input that the rank owns, and range that it needs; in circular dimensions,
+            ranges extend beyond the tensor's bounds.
     """
 
     inner: Strip | None

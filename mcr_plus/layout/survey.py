@@ -1,4 +1,4 @@
-"""Plans of all ranks, computed in one process without a job, for `mcr-plus layout`."""
+"""Compute the plans of all ranks in one process, without a job, for `mcr-plus layout`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ProgramOutcome(NamedTuple):
     """Outcome of one program on all ranks.
 
     `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `links`: [nodes, nodes], bytes from each
-    node to each other node. `wrong`: error found by the proof; None if it holds. `seconds`: expected
+    node to each other node. `wrong`: error found by the proof; None if there is none. `seconds`: expected
     time.
     """
 
@@ -98,7 +98,7 @@ class ProgramOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramSurvey:
-    """All programs from one layout to another, on all ranks; the plan is the cheapest of them.
+    """All programs from one layout to another, on all ranks; the plan is the cheapest program.
 
     Attributes:
         ranks: ranks that have a part in either layout.
@@ -155,7 +155,7 @@ def survey(
         loads = np.zeros((len(ranks), max(len(program.steps), 1), len(LOADS)), np.int64)
         links = np.zeros([int(node_of.max()) + 1] * 2, np.int64)
         wrong: str | None = None
-        # Without a job, check here what each rank would prove for itself.
+        # There is no job, so run the checks of every rank here.
         if one is not None:
             wrong = proof.check_native(one, source, target, ranks)
             for at, rank in enumerate(ranks):

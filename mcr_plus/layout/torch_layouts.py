@@ -1,7 +1,7 @@
 """Layouts of DTensors, and redistribution of a DTensor to any mesh.
 
-A `DeviceMesh` contains ranks of torch.distributed; layouts contain ranks of the job. They are the same unless
-the first group of the backend `mcr` contained only some of torch's ranks.
+A `DeviceMesh` contains ranks of torch.distributed; a layout contains ranks of the job. Both numberings are
+the same unless the first group of the backend `mcr` contained only some of torch's ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def layout_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
 
 
 def _not_a_dtensor(value: Any) -> str:
-    """Return the error about a value without placements, which says what to pass instead."""
+    """Return the text of the error for a value without placements, including what to pass instead."""
     if isinstance(value, torch.nn.Module):
         return (
             f"expected a DTensor, got a module ({type(value).__name__}); pass its parameters: "
@@ -76,7 +76,7 @@ def _not_a_dtensor(value: Any) -> str:
 
 
 def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
-    """Return the layout on `mesh` of a tensor on a part of it, replicated over all such parts."""
+    """Return the layout on `mesh` of a tensor on a part of `mesh`, replicated over all equal parts."""
     axes = _axes_of(spec.mesh, mesh)
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
     order = getattr(spec, "shard_order", None)
@@ -91,7 +91,7 @@ def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
 
 
 def _axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the dimensions of `mesh` that `part` spans; it has this rank's coordinates in the others."""
+    """Return the dimensions of `mesh` that `part` spans; in the others, it has this rank's coordinates."""
     here = mesh.get_coordinate()
     if here is None:
         raise InvalidArgument(
@@ -166,9 +166,10 @@ def layout_on(
 
 
 def decoded(sizes: Sequence[int], placements: Sequence[Placement]) -> Order | None:
-    """Return the order of cuts that strided shards encode; None if there are none, or they encode no order.
+    """Return the order of cuts encoded by strided shards; None if there are none, or they encode no order.
 
-    A strided shard with split factor f is cut after mesh dimensions to its right that have f ranks together.
+    A strided shard with split factor f is cut after the mesh dimensions to its right, whose sizes multiply to
+    f.
     """
     if not any(type(placement) is _StridedShard for placement in placements):
         return None
@@ -220,7 +221,7 @@ def _strided(
 ) -> Layout:
     """Return a layout with strided shards, in which a rank may hold several boxes.
 
-    torch itself splits a tensor of indices, so the result is correct for every version of torch.
+    torch itself splits a tensor of indices, so the result is correct for every torch version.
     """
     plain = Layout.mesh(shape, ranks, [word if word[0] == "P" else "R" for word in words])
     addend_of = dict(zip(plain.owners.tolist(), plain.addends.tolist(), strict=True))
@@ -259,9 +260,7 @@ _Run = tuple[int, int, int]  # low, high, and the offset in the local tensor
 def _parts(
     size: int, dim: int, mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[list[int], Mapping[tuple[int, ...], list[_Run]]]:
-    """Return the mesh dimensions that cut a dimension of the tensor, and the runs of its indices for each
-    coordinate in these mesh dimensions.
-    """
+    """Return the mesh dimensions that cut a tensor dimension, and the runs of indices at each coordinate."""
     axes = [
         axis
         for axis, placement in enumerate(placements)
@@ -292,7 +291,7 @@ def _split(whole: torch.Tensor, dim: int, number: int, placement: Any) -> list[t
 
 
 def _runs(indices: Ints) -> list[_Run]:
-    """Return indices as runs of consecutive indices."""
+    """Group indices into runs of consecutive indices."""
     if not len(indices):
         return []
     (steps,) = (np.diff(indices) != 1).nonzero()
@@ -328,7 +327,7 @@ def job_ranks(mesh: DeviceMesh) -> Ints:
 
 
 def _numbering() -> tuple[int, ...] | None:
-    """Return the number in torch.distributed of each rank of the job; None if the numberings are equal."""
+    """Return each job rank's number in torch.distributed; None if the numberings are equal."""
     return None if job.runtime is None or job.runtime.closed else job.runtime.torch_ranks
 
 
@@ -366,7 +365,7 @@ def redistribute_dtensor(
 ) -> Any:
     """Redistribute a DTensor to a mesh, possibly with other ranks; see `mcr.redistribute`.
 
-    Ranks outside of a mesh also pass and receive a DTensor, with an empty local tensor, as in torch.
+    Ranks outside of the mesh also pass and receive a DTensor, with an empty local tensor, as in torch.
     """
     comm = member_of(group)
     if not isinstance(x, DTensor):  # before any collective: other ranks may have passed layouts
@@ -412,8 +411,8 @@ def normalized(placements: Sequence[Placement], dims: int, mesh_dims: int) -> tu
     """Return placements without negative dimensions.
 
     Raises:
-        InvalidArgument: there is not one placement for each mesh dimension, or the tensor lacks a dimension
-            that a placement names.
+        InvalidArgument: the number of placements is not that of the mesh dimensions, or the tensor lacks a
+            dimension that a placement names.
     """
     if not isinstance(placements, Sequence) or len(placements) != mesh_dims:
         raise InvalidArgument(

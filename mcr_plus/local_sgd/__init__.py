@@ -1,1 +1,1 @@
-"""Local SGD: ranks train alone, and average their progress every `every` steps (`mcr.local`)."""
+"""Local SGD: ranks train separately, and average their progress every `every` steps (`mcr.local`)."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `mcr.local`."""
+"""Check the arguments of `mcr.local`."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def check_call(inner: torch.optim.Optimizer, closure: object, scaler: object, *,
 
 
 def needs_closure(inner: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer cannot make a step without a closure."""
+    """Return whether the optimizer needs a closure for a step."""
     found = inspect.signature(inner.step).parameters.get("closure")
     return found is not None and found.default is inspect.Parameter.empty
 
 
 def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]:
-    """Return the participating parameters: trained, without `mcr_skip`, each once."""
+    """Return the participating parameters, each once: trained parameters without `mcr_skip`."""
     refuse_lazy((*model.named_parameters(), *model.named_buffers()))
     named = [
         (name, param)
@@ -153,7 +153,7 @@ def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]
 
 
 def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list[Fragment]:
-    """Cut the parameters into fragments of similar size, each of whole layers."""
+    """Divide the parameters into fragments of similar size; a fragment consists of whole layers."""
     layers = layers_of(named)
     if settings.fragments > len(layers):
         raise InvalidArgument(
@@ -186,7 +186,7 @@ def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list
 
 
 def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Communicator) -> None:
-    """Raise `InvalidArgument` if the codec cannot carry the fragments."""
+    """Raise `InvalidArgument` if the codec does not support the fragments."""
     if compress is None or compress is False:
         return
     if not isinstance(compress, (str, Mapping)):
@@ -240,9 +240,9 @@ def stepping(inner: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def refuse_other_steps(local: LocalSteps) -> None:
-    """Make steps outside of `local.step` raise `InvalidArgument`: no averaging would follow them.
+    """Make optimizer steps outside of `local.step` raise `InvalidArgument`: they would not be averaged.
 
-    They cannot count as steps of `local`: if a GradScaler skips a step, ranks would count differently.
+    They cannot count as steps of `local`, because a GradScaler may skip a step on some ranks only.
     """
     owner = weakref.ref(local, lambda _: handle.remove())
 

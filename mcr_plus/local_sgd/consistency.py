@@ -1,4 +1,4 @@
-"""Comparisons between ranks, so that all ranks raise an error together."""
+"""Compare ranks, so that all ranks raise an error together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _live: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 class _Own(NamedTuple):
-    """Numbers and settings of one rank's `LocalSteps`, for the other ranks.
+    """Numbers and settings of one rank's `LocalSteps`, as sent to the other ranks.
 
     Attributes:
         number: next free number on this rank.
@@ -44,8 +44,8 @@ def agree(local: LocalSteps) -> int:
     """Compare the settings, and return the number of this `LocalSteps` in its group; collective.
 
     Codecs keep residuals by tag, and tags contain the number. So numbers only grow, even from one world to
-    the next, and no `LocalSteps` starts with the residuals of another. Ranks collect garbage at different
-    times; codec state of unused numbers is dropped here, once no rank uses them.
+    the next, and no `LocalSteps` starts with the residuals of another. Codec state of a number is dropped
+    here, once no rank uses the number (ranks collect garbage at different times).
     """
     comm = local.comm
     settings = {name: repr(value) for name, value in vars(local.settings).items()}
@@ -94,7 +94,7 @@ def refuse_wrapped(model: torch.nn.Module) -> None:
 
 
 def changes(local: LocalSteps) -> str | None:
-    """Return the change in this rank's model that prevents it from going on; None without one."""
+    """Return the change in this rank's model that prevents further steps; None without a change."""
     try:
         refuse_wrapped(local.model)
         now = arguments.trained(local.model, local.inner)
@@ -118,11 +118,11 @@ def changes(local: LocalSteps) -> str | None:
 
 
 def compare_table(local: LocalSteps, fragment: Fragment, table: torch.Tensor, refusal: str | None) -> None:
-    """Raise an error on all ranks if one rank cannot go on, or if their rows differ.
+    """Raise an error on all ranks if a rank cannot continue, or if rows differ.
 
     Args:
-        table: int64, of the shape [ranks, columns].
-        refusal: the reason why this rank cannot go on, None if it can.
+        table: int64 [ranks, columns], one row per rank.
+        refusal: the reason why this rank cannot continue; None if it can.
     """
     named = local.comm.opened.group.named
     changed = [rank for rank, each in enumerate(table[:, CHANGED].tolist()) if each]
@@ -156,7 +156,7 @@ def compare_digests(local: LocalSteps, fragment: Fragment, digests: Sequence[int
 
 
 def share_of(local: LocalSteps, own: float, times: Sequence[float]) -> int:
-    """Return the steps of a rank while the fastest makes `every`, by times per step; 0 if unknown."""
+    """Return the number of steps of a rank while the fastest rank makes `every`; 0 if unknown."""
     known = [each for each in times if each]
     share = min(known) / own if own else 1.0
     return max(len(local.fragments), round(local.settings.every * share))

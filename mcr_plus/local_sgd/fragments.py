@@ -24,11 +24,11 @@ class OuterUpdate:
     Attributes:
         due: inner step after which its mean is applied.
         values: flat tensor with the outer parameters' dtype; the mean over ranks once it has arrived.
-        tokens: tokens of the steps that it covers.
+        tokens: number of tokens in the steps of the pseudo-gradient.
         work: handle of the all_reduce; None once the mean has arrived.
         check: handle and table of the comparison between ranks; None once they have been compared.
         weight: divisor of this rank's tokens, to weight its pseudo-gradient; None if ranks count equally.
-        refusal: the reason why this rank cannot go on, raised together with the other ranks.
+        refusal: the reason why this rank cannot continue, raised together with the other ranks.
     """
 
     due: int
@@ -47,11 +47,11 @@ class Fragment:
     optimizer (1 for momentum), and 1 while a pseudo-gradient is in flight.
 
     Attributes:
-        tag: tag of its all_reduces.
-        anchor: outer parameters, flat, on the CPU; bit-identical on all ranks. During the warm-up they are
+        tag: tag of the fragment's all_reduces.
+        anchor: flat outer parameters on the CPU, bit-identical on all ranks. During the warm-up they are
             copied from the model only when needed.
         rounds: number of outer steps.
-        tokens: tokens since the last sending; steps, if nobody counts tokens.
+        tokens: number of tokens since the last exchange; number of steps if tokens are not counted.
         residual: residual of `gate`; None without a gate.
     """
 
@@ -89,13 +89,13 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradient(self, gate: torch.dtype | None) -> torch.Tensor:
-        """Return outer minus model parameters, flat; with `gate` only what a pass in that dtype sees.
+        """Return outer minus model parameters, flat; with `gate` only changes visible in that dtype.
 
-        The rest is added to the next pseudo-gradient (PULSELoCo, 2026).
+        Other changes are added to the next pseudo-gradient (PULSELoCo, 2026).
         """
         flat = torch.empty_like(self.anchor)
         for (view, (_, param)), leaf in zip(self._pairs(flat), self._leaves, strict=True):
-            # Compare with the values that were set: rounding to a shorter dtype is not progress.
+            # Compare with the values as stored: rounding to a narrower dtype is not progress.
             begin, own = leaf.view(-1).to(param.dtype), param.reshape(-1)
             if begin.dtype is view.dtype and own.device == view.device:
                 torch.sub(begin, own, out=view)
@@ -110,7 +110,7 @@ class Fragment:
         return flat
 
     def all_of_it(self) -> torch.Tensor:
-        """Return the pseudo-gradient together with the residual of the gate, which is cleared."""
+        """Return the pseudo-gradient plus the residual of the gate, and clear the residual."""
         flat = self.pseudo_gradient(None)
         if self.residual is not None:
             flat += self.residual
@@ -131,7 +131,7 @@ class Fragment:
 
     @torch.no_grad()
     def settle(self, mean: torch.Tensor) -> None:
-        """Apply the ranks' mean progress at the end: an outer step with rate 1 and without momentum."""
+        """Apply the mean progress of the ranks at the end, as an outer step with rate 1 and no momentum."""
         for leaf, (view, _) in zip(self._leaves, self._pairs(mean), strict=True):
             leaf.sub_(view.view(leaf.shape))
         self.rounds += 1
@@ -143,14 +143,14 @@ class Fragment:
         self._fuse()
 
     def _fuse(self) -> None:
-        """Let torch's SGD step in one pass over memory (fused), unless the program has chosen otherwise."""
+        """Use torch's fused SGD, which passes over memory once, unless the program has chosen another."""
         if type(self.optimizer) is torch.optim.SGD:
             for group in self.optimizer.param_groups:
                 if not (group["foreach"] or group["differentiable"] or group["fused"] is False):
                     group["fused"] = True
 
     def drop(self) -> None:
-        """Discard the flight: its steps become part of the next pseudo-gradient."""
+        """Discard the pseudo-gradient in flight; its steps become part of the next one."""
         if self.flight is not None:
             self.tokens += self.flight.tokens
         self.flight = None
@@ -181,9 +181,9 @@ def layers_of(named: Iterable[Named]) -> list[list[Named]]:
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[range]:
-    """Cut a sequence into runs of similar sums, each of at least one element.
+    """Cut a sequence into runs with similar sums, each of at least one element.
 
-    Each border is the nearest to its share of the sum that leaves enough elements for the later runs.
+    Each cut is as close to its share of the sum as possible, while leaving enough elements for later runs.
     """
     sums = [0, *accumulate(sizes)]
     borders = [0]
@@ -194,6 +194,6 @@ def cut(sizes: Sequence[int], parts: int) -> list[range]:
 
 
 def digest(values: torch.Tensor) -> int:
-    """Return an int64 digest that differs for tensors with different bits, or in another order."""
+    """Return an int64 digest of the tensors' bits in order."""
     found = digest_of_bits(values)
     return found - (1 << 64) if found >> 63 else found

@@ -1,4 +1,4 @@
-"""`mcr.local`: inner steps on each rank alone, outer steps on the ranks' mean progress."""
+"""Inner steps on each rank alone, and outer steps on the mean progress of the ranks (`mcr.local`)."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def local(
     gate: str | None = None,
     group: Communicator | None = None,
 ) -> LocalSteps:
-    """Train over slow links: ranks make inner steps alone, and outer steps together.
+    """Train over slow links: each rank makes inner steps alone, and all ranks make outer steps together.
 
     Every rank calls `local.step()` instead of `inner.step()`. While `local` exists, `inner.step()` and steps
-    of other optimizers of the model raise. Every `every` steps, the ranks average the differences of their
-    parameters since the last outer step (the pseudo-gradient), and the outer optimizer makes one step of the
-    outer parameters with it, equal on all ranks (DiLoCo; Douillard et al. 2023, arXiv
-    2311.08105). The model continues from there; the inner optimizer keeps its state, which is not exchanged.
-    So the ranks send once in `every` steps as much as data parallel training sends in each step.
+    of other optimizers of the model raise. Every `every` steps, the ranks average the change of their
+    parameters since the last outer step (the pseudo-gradient). With the mean, the outer optimizer makes one
+    step of the outer parameters, equal on all ranks (DiLoCo; Douillard et al. 2023, arXiv 2311.08105). The
+    model continues from there; the inner optimizer keeps its state, which is not exchanged. So ranks send in
+    `every` steps as much as data parallel training sends in each step.
 
-    With `fragments`, the model is cut by layers into parts of similar size, each sent at a step of its own.
-    With `delay`, training goes on while a fragment travels; after `delay` steps its parameters become
-    mix × outer + (1 - mix) × model (Streaming DiLoCo; Douillard et al. 2025, arXiv
+    With `fragments`, the model is divided by layers into parts of similar size, which are sent at different
+    steps. With `delay`, training continues during the transfer of a fragment; after `delay` steps its
+    parameters become mix × outer + (1 - mix) × model (Streaming DiLoCo; Douillard et al. 2025, arXiv
     2501.18512, where α is 1 - mix). The pseudo-gradient of fragment i is an asynchronous all_reduce with the
     tag `outer.i`, so rules with `match: {tag: outer.*}` apply; `compress` is an option of this call.
 
@@ -84,13 +84,13 @@ def local(
         outer: a class of optimizers, or a function; called with the outer parameters of each
             fragment, it returns their optimizer. None: SGD with a learning rate of 0.7 and Nesterov momentum
             0.9.
-        every: number of inner steps between outer steps of a fragment.
+        every: number of inner steps between two outer steps of a fragment.
         fragments: number of fragments; at most the number of modules with parameters, and at most `every`.
         delay: inner steps from sending a pseudo-gradient to applying the mean; less than `every`.
         mix: above 0, up to 1, see above.
         compress: as in `mcr.all_reduce`; None: the pipeline decides.
-        uneven: ranks may differ in speed. `every` then counts steps of the fastest rank; the others make
-            fewer steps in the same time, by measured times, and have less weight. Programs then loop until
+        uneven: ranks may differ in speed. `every` then counts steps of the fastest rank; other ranks make
+            fewer steps in the same (measured) time, and have less weight. Programs then loop until
             `local.rounds`, because ranks make different numbers of steps.
         weighted: weight ranks by the tokens that they pass to `step`.
         warmup: number of first steps that average gradients, without compression, as with `mcr.wrap`.
@@ -99,7 +99,7 @@ def local(
 
     Raises:
         InvalidArgument: an argument has a wrong type or range, there are more fragments than layers, a codec
-            cannot carry the fragments, the model is wrapped or sharded, or another rank has other settings.
+            does not support the fragments, the model is wrapped or sharded, or ranks have different settings.
 
     Example:
         ```python
@@ -122,13 +122,13 @@ def local(
 
 
 class LocalSteps:
-    """Training of a model by inner and outer steps; made by `mcr.local`.
+    """Trains a model by inner and outer steps; the result of `mcr.local`.
 
     Attributes:
         steps: inner steps of this rank, including the warm-up.
         rounds: number of completed windows of `every` steps.
-        fragments: in the order of sending; each has `anchor`, its outer parameters (flat, on the
-            CPU), and `optimizer`, the outer optimizer, whose learning rate may be changed.
+        fragments: in the order of sending; each has `anchor` (flat outer parameters on the CPU) and
+            `optimizer` (the outer optimizer; its learning rate may be changed).
     """
 
     def __init__(
@@ -172,15 +172,15 @@ class LocalSteps:
     ) -> Any:
         """Make a step of the inner optimizer, and the outer steps that are due.
 
-        All ranks make equally many calls; with `uneven` they call it until `rounds` is reached. It waits for
-        other ranks only if a fragment is due that has not arrived.
+        All ranks make the same number of calls; with `uneven` they call it until `rounds` is reached. The
+        call waits for other ranks only if a due fragment has not arrived.
 
         Args:
             tokens: number of tokens in this rank's step; the weight of the rank with `weighted`.
             closure: closure for `inner.step`, as LBFGS needs; not in the warm-up.
-            scaler: makes the step like `scaler.step(inner)`; call `scaler.update()` afterwards as usual. A
-                skipped step counts as one, so that ranks with finite gradients go on. In the
-                warm-up the scale must be equal on all ranks, and gradients not unscaled yet, as with DDP.
+            scaler: the step is made like `scaler.step(inner)`; call `scaler.update()` afterwards as usual. A
+                skipped step counts, so that ranks with finite gradients continue. In the warm-up, as with
+                DDP, the scale must be equal on all ranks, and gradients must not be unscaled before.
 
         Returns:
             The result of `inner.step`, such as the loss of the closure.
@@ -189,8 +189,8 @@ class LocalSteps:
             InvalidArgument: an argument is missing, has a wrong type, or cannot be combined with another; or
                 parameters of one rank were frozen, unfrozen, resized or wrapped since: raised on all ranks
                 when the next fragment is due.
-            PeerLost: a rank is lost. If `steps` has grown, the step of the inner optimizer has been made (it
-                may not have been in the warm-up). The model is intact; see `resume`.
+            PeerLost: a rank is lost. If `steps` has grown, the inner optimizer has made its step (not
+                necessarily in the warm-up). The model is intact; see `resume`.
             OrderMismatch: ranks have made different numbers of steps.
             ResultMismatch: outer parameters differ between ranks: an outer optimizer, library or codec
                 computed different results.
@@ -227,9 +227,9 @@ class LocalSteps:
         return returned
 
     def catch_up(self, *, last: bool = False) -> None:
-        """Copy the model's parameters to the outer ones, which do not follow during the warm-up.
+        """Copy the model's parameters to the outer parameters, which are not updated during the warm-up.
 
-        `last`: only if this is the end of the warm-up, before `steps` counts its last step.
+        `last`: only at the end of the warm-up, before `steps` counts the last step.
         """
         left = self.settings.warmup - self.steps
         if left == 1 or (left > 1 and not last):
@@ -237,7 +237,7 @@ class LocalSteps:
                 fragment.take_parameters()
 
     def _proceed(self, counted: int) -> None:
-        """Send the fragments that are due, and apply those whose delay has passed."""
+        """Send the fragments that are due, and apply fragments after their delay."""
         self.position += 1
         flying = False
         for fragment in self.fragments:
@@ -248,7 +248,7 @@ class LocalSteps:
         count = len(self.fragments)
         for index, fragment in enumerate(self.fragments):
             if self.position == (index + 1) * self.every // count:
-                if fragment.flight is not None:  # the window has become shorter than the delay
+                if fragment.flight is not None:  # the window is now shorter than the delay
                     self._land(fragment, self.settings.mix)
                 self._send(fragment, self.settings.delay)
                 flying = True
@@ -263,17 +263,17 @@ class LocalSteps:
     def finish(self, *, exact: bool = False) -> None:
         """End training with equal models: average all unsent changes, without the outer optimizers.
 
-        Momentum would move part of a window as far as a whole one. Pseudo-gradients are sent as
-        usual, with codec and error feedback, so the models become the outer parameters, without the residuals
-        that the codec would have sent later. The residual of `gate` is sent, too.
+        Momentum would move the parameters by a whole window even after a part of it. Pseudo-gradients are
+        sent as usual, with codec and error feedback, so the models become the outer parameters, without
+        residuals that the codec would have sent later. The residual of `gate` is sent, too.
 
         Collective, at the same step on all ranks, or with `uneven` after the same `rounds`. Floating-point
-        buffers become their means over ranks; other buffers are copied from the first rank. Training may go
-        on afterwards, with a new window.
+        buffers become their means over ranks; other buffers are copied from the first rank. Training may
+        continue afterwards, with a new window.
 
         Args:
-            exact: end with the exact mean of the ranks' parameters, sent in float32 without codec. This sends
-                all fragments except those that have just been sent.
+            exact: end with the exact mean of the ranks' parameters, sent in float32 without a codec. All
+                fragments are sent, except fragments that have just been sent.
         """
         if not isinstance(exact, bool):
             raise InvalidArgument(f"exact: expected True or False, got {exact!r}")
@@ -305,18 +305,18 @@ class LocalSteps:
         self._left = time.perf_counter()
 
     def resume(self) -> None:
-        """Go on in the world that has replaced this one; collective, at the latest by the next `step()`.
+        """Continue in the world that has replaced this one; collective. The next `step()` does this, too.
 
         Called after `mcr.shrink`, `mcr.reconfigure` or a step of `mcr.elastic`. A fragment in flight counts
-        only if it has arrived on all ranks. Otherwise it is dropped, and its steps are part of the next
+        only if it has arrived on all ranks. Otherwise it is dropped, and its steps become part of the next
         pseudo-gradient. Outer parameters and the outer optimizer's state are copied from the rank with the
-        most outer steps. A new process makes its `mcr.local` before it joins, and starts with the outer
+        most outer steps. A new process calls `mcr.local` before it joins, and starts with the outer
         parameters. All ranks continue from the largest number of steps.
         """
         resume(self)
 
     def forget_weights(self) -> None:
-        """Let all ranks choose new token weights: new ranks have no earlier ones."""
+        """Let all ranks choose new token weights, because new ranks have no weights."""
         self._references.clear()
 
     def take_number(self, number: int) -> None:
@@ -345,7 +345,7 @@ class LocalSteps:
         )
         assert check is not None
         weight = None
-        if refusal is not None:  # send zeros: the others wait for this operation before all raise
+        if refusal is not None:  # send zeros, for which other ranks wait before all raise
             flat = torch.zeros_like(fragment.anchor)
         elif last == "coded":
             flat = fragment.all_of_it()
@@ -367,7 +367,7 @@ class LocalSteps:
             self._in_window, self.pace = 0.0, pace
 
     def arrived(self, fragment: Fragment) -> torch.Tensor:
-        """Wait for a fragment in flight; returns the mean. On an error, its steps count as unsent."""
+        """Wait for a fragment in flight, and return the mean. After an error, its steps count as unsent."""
         flight = fragment.flight
         assert flight is not None
         try:
@@ -437,12 +437,12 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of outer steps, at any step; local. Save it with the states of model and inner.
 
-        It contains outer parameters and their optimizer's state, counters, the residual of `gate`, and the
-        mean of each fragment in flight, after waiting for it. Tensors are not copied. All ranks have equal
-        states, except for the residual, and for counters with `uneven`. If each rank saves this,
-        `model.state_dict()` and `inner.state_dict()`, the same number of ranks goes on as if nothing had
-        happened. Another number of ranks loads the states of one rank, and progress of the others since their
-        last outer step is lost. Residuals of error feedback are in `mcr.state_dict()`.
+        It contains outer parameters, the outer optimizer's state, counters, the residual of `gate`, and the
+        mean of each fragment in flight, for which the call waits. Tensors are not copied. States are equal on
+        all ranks, except for the residual and, with `uneven`, counters. If each rank saves this state,
+        `model.state_dict()` and `inner.state_dict()`, the same number of ranks can continue seamlessly.
+        Another number of ranks loads the states of one rank; the progress of other ranks since their last
+        outer step is lost. Residuals of error feedback are in `mcr.state_dict()`.
         """
         state = saved(self)
         self._left = time.perf_counter()  # do not count the wait for fragments as computing
@@ -452,16 +452,16 @@ class LocalSteps:
         """Load the result of `state_dict`, after the model's state, which stays unchanged.
 
         Raises:
-            InvalidArgument: the state has another form, or other fragments; or `every` in a window.
+            InvalidArgument: the state is invalid, or has other fragments; or another `every` within a window.
         """
         restore(self, state)
 
     def stats(self) -> dict[str, float]:
         """Return figures of this rank so far.
 
-        `steps`, `rounds`; `bytes` of pseudo-gradients, and `wire_bytes` as handed to libraries
-        (`Work.info`); seconds `computing` (outside of `step`, and in the inner optimizer), `waiting` for
-        other ranks, and in `outer` steps; `utilization`: the share of computing in the total time.
+        `steps`, `rounds`; `bytes` of pseudo-gradients, and `wire_bytes` as passed to libraries (`Work.info`);
+        seconds `computing` (outside of `step`, and in the inner optimizer), `waiting` for other ranks, and in
+        `outer` steps; `utilization`: fraction of the total time spent computing.
         """
         total = self._computing + self._waiting + self._outer
         return {

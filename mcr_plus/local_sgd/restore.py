@@ -1,4 +1,4 @@
-"""Agreement of ranks that go on in another world."""
+"""Let ranks agree on how to continue in another world."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _RankProgress(NamedTuple):
     Attributes:
         number: number of the group's `LocalSteps`, part of the tags.
         pace: nanoseconds per step; 0 if not measured.
-        dues: by fragment, the step after which an arrived mean is applied; None if none has arrived.
+        dues: by fragment, the step after which an arrived mean is applied; None if no mean has arrived.
     """
 
     number: int
@@ -38,13 +38,13 @@ class _RankProgress(NamedTuple):
 
 
 def resume(local: LocalSteps) -> None:
-    """Go on in a new world, see `LocalSteps.resume`."""
+    """Continue in a new world, see `LocalSteps.resume`."""
     comm = local.comm.successor()
     local.catch_up()
     for fragment in local.fragments:
         if fragment.flight is not None:
             try:
-                local.arrived(fragment)  # wait now: ranks in its table are those of the old world
+                local.arrived(fragment)  # wait now, because the fragment's table has ranks of the old world
             except McrError:  # the flight has failed
                 continue
     local.comm = comm
@@ -81,7 +81,7 @@ def resume(local: LocalSteps) -> None:
                 fragment.load_outer(outer)
                 fragment.draw(1.0 if is_new or first.steps <= local.settings.warmup else local.settings.mix)
                 fragment.rounds = max(done)
-        # One verdict for all ranks: a flight counts only if it has arrived everywhere.
+        # All ranks must come to the same result: a fragment counts only if it has arrived on all ranks.
         if own.done[index] < max(done):
             fragment.flight = None  # other ranks have applied it
         elif min(done) < max(done) or len({each.dues[index] for each in answers}) > 1:

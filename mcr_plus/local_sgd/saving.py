@@ -1,4 +1,4 @@
-"""Saving and restoring the state of outer steps."""
+"""Save and restore the state of outer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def saved(local: LocalSteps) -> dict[str, Any]:
             try:
                 mean = local.arrived(fragment)
                 arrived = {"due": fragment.flight.due, "mean": mean, "tokens": fragment.flight.tokens}
-            except (PeerLost, Revoked):  # the world is gone: its steps count as unsent
+            except (PeerLost, Revoked):  # the world no longer exists: the steps count as unsent
                 assert fragment.flight is None
         fragments.append(
             {

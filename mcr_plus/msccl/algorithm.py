@@ -1,8 +1,8 @@
 """The model of an algorithm: for every rank, thread blocks of steps that move and add chunks.
 
-The model follows MSCCL (Cowan et al., "MSCCLang: Microsoft Collective Communication Language", ASPLOS 2023),
-and of its XML files. A buffer is divided into chunks of equal size. A thread block has at most one peer to
-send to and one to receive from. Every (source, target, channel) has one first-in-first-out queue, with one
+The model follows MSCCL (Cowan et al., "MSCCLang: Microsoft Collective Communication Language", ASPLOS 2023)
+and its XML files. A buffer is divided into chunks of equal size. A thread block sends to at most one peer,
+and receives from at most one. Every (source, target, channel) has one first-in-first-out queue, with one
 thread block at each end. Steps of a thread block run in order.
 """
 
@@ -49,7 +49,7 @@ COLLECTIVES: Final = (*ROWS, "alltoallv", "send", "recv", "custom")
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of a buffer from `at` on; the step's `count` is their number."""
+    """Chunks of a buffer from `at` on; `count` of the step is the number of chunks."""
 
     space: Space
     at: int
@@ -63,7 +63,7 @@ class AlgorithmStep:
         operation: see `Operation`.
         source, target: the step's chunks; `READS` and `WRITES` list the operations that use them.
         count: number of contiguous chunks, at least 1 except for `nop`.
-        after: (thread block of the same rank, step) that must be done before; None without a dependency.
+        after: (thread block, step) on the same rank that must be done first; None without a dependency.
         awaited: whether a step of another thread block depends on this one (`hasdep`).
         line: line in the file, 0 for an algorithm without a file.
     """
@@ -79,7 +79,7 @@ class AlgorithmStep:
 
 @dataclass(frozen=True, slots=True)
 class ThreadBlock:
-    """Steps in order, and the peers to which they send and from which they receive; -1 for no peer."""
+    """Steps in order, the peer to send to and the peer to receive from; -1 for no peer."""
 
     send: int
     receive: int
@@ -105,14 +105,15 @@ class Algorithm:
 
     Attributes:
         name: name in messages and tables.
-        collective: the collective that it computes.
+        collective: the collective that the algorithm computes.
         ranks: number of ranks.
         chunks: `nchunksperloop`, the number of chunks of the whole buffer: the input of allreduce, reduce,
             reducescatter, alltoall, broadcast and scatter, and the output of allgather and gather.
         channels: maximum number of queues between two ranks in one direction.
         in_place, out_of_place: the calls that may use the algorithm. In place, input and output of allreduce
-            and alltoall are one buffer; allgather's input is its rank's part of the output, reducescatter's
-            output its rank's part of the input. See `postconditions.layout` for all collectives.
+            and alltoall are one buffer; the input of allgather is the rank's part of the output, and the
+            output of reducescatter is the rank's part of the input. See `postconditions.layout` for all
+            collectives.
         least, most: intended bytes of the whole buffer, both inclusive; `most` is None without a limit.
         root: root of broadcast, reduce, gather and scatter.
         protocol: `Simple`, `LL` or `LL128`; it matters on GPUs only.
@@ -136,7 +137,7 @@ class Algorithm:
 
     @property
     def largest_step(self) -> int:
-        """Number of chunks of the largest step of any rank; a `nop` moves none, whatever its count."""
+        """Number of chunks of the largest step on any rank; a `nop` moves no chunks, whatever its count."""
         steps = (step for program in self.programs for block in program.blocks for step in block.steps)
         return max((step.count for step in steps if step.operation != "nop"), default=1)
 

@@ -1,4 +1,4 @@
-"""Builds algorithms from moves of chunks, written in an order that is right if run sequentially.
+"""Build algorithms from moves of chunks, written in an order that is correct if run sequentially.
 
     builder = Builder("pair", "allreduce", ranks=2, chunks=1)
     for rank in range(2):
@@ -7,9 +7,9 @@
         builder.block(rank, receive=1 - rank).receive_add(Chunks("i", 0), Chunks("o", 0))
     builder.algorithm()
 
-Steps of different thread blocks run concurrently. Within a rank, the builder adds dependencies to preserve
-the written order wherever it matters: between two steps on the same chunk, unless both only read it. Chunks
-that coincide only in place count as the same chunk, so the algorithm has no races in place or out of place.
+Steps of different thread blocks run concurrently. Within a rank, the builder adds dependencies that keep the
+written order of two steps on the same chunk, unless both only read the chunk. Chunks that are the same only
+in calls in place count as the same chunk, so the algorithm has no races in place or out of place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTHING = Chunks("i", 0)
 
 @dataclass(slots=True)
 class _Uses:
-    """The last step that wrote a chunk, and the steps that have read it since."""
+    """The last step that wrote a chunk, and the steps that have read the chunk since."""
 
     written: _At | None = None
     read: list[_At] = field(default_factory=list)
@@ -115,7 +115,7 @@ class _Program:
         return cells
 
     def needs(self, number: int, reads: _Spans, writes: _Spans) -> list[_At]:
-        """Return the steps of other thread blocks that a step with these accesses depends on."""
+        """Return the steps of other thread blocks on which a step with these accesses depends."""
         latest: dict[int, int] = {}
         before = [uses.written for uses in self._cells([*reads, *writes])]
         for at in [*before, *(at for uses in self._cells(writes) for at in uses.read)]:
@@ -140,7 +140,7 @@ class AlgorithmBuilder:
         self._programs = [_Program(layout(self._made, rank, in_place=True)) for rank in range(ranks)]
 
     def block(self, rank: int, *, send: int = -1, receive: int = -1, channel: int = 0) -> Block:
-        """Return the thread block of `rank` with these peers and channel; create it at its first use."""
+        """Return the thread block of `rank` with these peers and channel; create it on first use."""
         return self._programs[rank].block(send, receive, channel)
 
     def algorithm(self) -> Algorithm:

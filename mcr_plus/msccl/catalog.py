@@ -1,4 +1,4 @@
-"""The algorithms that `msccl:NAME` may name: generated ones, and the files of the configuration.
+"""Algorithms that `msccl:NAME` may name: generated algorithms, and files of the configuration.
 
 A generated algorithm is named like its generator without the operation, such as `ring` for `all_reduce_ring`.
 An algorithm file is named by its file name without `.xml`. The algorithms for an operation depend only on the
@@ -30,7 +30,7 @@ COLLECTIVES: Final[dict[Kind, str]] = {row.kind: row.msccl for row in kinds.COLL
 
 
 def use(paths: Iterable[Path]) -> None:
-    """Read and verify the algorithm files of this process's job; they replace earlier ones.
+    """Read and verify the algorithm files of this process's job; they replace earlier files.
 
     Raises:
         ConfigError: a file cannot be read, has the name of another algorithm, or (`AlgorithmError`) is wrong.
@@ -41,7 +41,7 @@ def use(paths: Iterable[Path]) -> None:
         from mcr_plus.msccl.verifier import verify_all  # 60 ms, which jobs without algorithms save
 
         read, name = read_algorithm(path), path.stem
-        # Queues cost memory, so count those in use, not the number that the file claims.
+        # Queues cost memory, so count the queues in use, not the number that the file states.
         algorithm = replace(read, name=name, channels=read.used_channels)
         verify_all(algorithm)
         if name in algorithms:
@@ -72,8 +72,8 @@ def paths() -> list[Path]:
 def candidates(kind: Kind, ranks: int) -> list[str]:
     """Return the algorithms for an operation that `tune` should compare, for all sizes.
 
-    For two ranks, generated algorithms are left out: each is one exchange, which the direct collectives do
-    with less overhead.
+    For two ranks, generated algorithms are omitted: each is a single exchange, for which the direct
+        collectives have less overhead.
     """
     ours = _generated(kind) if ranks > 2 else []
     return [*ours, *_of_files(kind, ranks)]
@@ -82,7 +82,7 @@ def candidates(kind: Kind, ranks: int) -> list[str]:
 def sizes(name: str) -> Range:
     """Return the message sizes in bytes for which a table's rule may name an algorithm, from its file.
 
-    A file of an operation with a root has none, because the file is for one root, and a rule is for all.
+    For an operation with a root there are none, because the file is for one root, and a rule for all roots.
     """
     if name not in FILES:
         return Range(0)
@@ -157,7 +157,7 @@ def _elsewhere(name: str) -> str:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Return a hint if `name` is a known name with `.xml` or with its operation, else ''."""
+    """Return a hint if `name` is a known name with `.xml` or with the operation; otherwise ''."""
     plain = name.removesuffix(".xml")
     without = [plain.removeprefix(f"{kind}_") for kind in COLLECTIVES]
     likely = next((candidate for candidate in (plain, *without) if candidate in known), None)
@@ -165,7 +165,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 
 def algorithm_of(signature: Signature) -> Algorithm:
-    """Return the algorithm that a signature names; `refusal` must be '' for it."""
+    """Return the algorithm that a signature names; `refusal` of the signature must be ''."""
     name = signature.algorithm or ""
     if name in FILES:
         return FILES[name]

@@ -18,7 +18,7 @@ from mcr_plus.msccl.builder import AlgorithmBuilder
 
 
 class Generator(NamedTuple):
-    """Function that makes an algorithm; `options` are the arguments of `make` besides the number of ranks."""
+    """Function that makes an algorithm; `options`: arguments of `make` besides the number of ranks."""
 
     collective: str
     make: Callable[..., Algorithm]
@@ -38,7 +38,7 @@ def _s(at: int) -> Chunks:
 
 
 def _others(rank: int, ranks: int) -> Iterator[int]:
-    """Yield all other ranks, beginning with the right neighbour, so that not all send to one rank at once."""
+    """Yield all other ranks, beginning with the right neighbour, so that ranks have different receivers."""
     return ((rank + shift) % ranks for shift in range(1, ranks))
 
 
@@ -78,9 +78,9 @@ def _ring_all_reduce(
 def all_reduce_halving_doubling(ranks: int) -> Algorithm:
     """Sum by recursive halving, then collect by doubling: 2 log₂ n steps, 2S(n-1)/n bytes.
 
-    If n is not a power of two, each rank beyond the largest power of two adds its buffer to another rank's
-    and gets the result from there: 2 more steps, and 2S bytes for these pairs. Rabenseifner, "Optimization of
-    collective reduction operations", ICCS 2004.
+    If n is not a power of two, each rank beyond the largest power of two adds its buffer to that of another
+    rank, and gets the result from it: 2 more steps, and 2S bytes for these pairs. Rabenseifner, "Optimization
+    of collective reduction operations", ICCS 2004.
     """
     _check_ranks(ranks)
     core = 1 << (ranks.bit_length() - 1)
@@ -146,7 +146,7 @@ def _direct_reduce(
     for position, rank in enumerate(members):
         at, size = parts[position]
         source = _i(at)
-        # from the left neighbour on, which sends to this rank first
+        # begins with the left neighbour, which sends to this rank first
         for other in reversed(list(_others(position, count))):
             builder.block(rank, receive=members[other]).receive_add(source, _o(at), size)
             source = _o(at)
@@ -208,7 +208,7 @@ def all_to_all_direct(ranks: int) -> Algorithm:
 
 
 def all_to_all_two_level(ranks: int, group: int | None = None) -> Algorithm:
-    """Collect chunks for one position of other groups at that position of our group, then send them as one.
+    """Collect the chunks for one position of other groups on one rank of our group, then send them as one.
 
     With groups of g neighbours, n/g-1 messages of g chunks leave a group per rank, instead of n-g messages of
     one chunk. `group` as in `all_reduce_hierarchical`.
@@ -261,7 +261,7 @@ def all_gather_ring(ranks: int) -> Algorithm:
 
 
 def all_gather_direct(ranks: int) -> Algorithm:
-    """Send the own chunk to every other rank: one step, S(n-1)/n bytes in n-1 messages."""
+    """Send this rank's chunk to every other rank: one step, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("all_gather_direct", "allgather", ranks, ranks)
     for rank in range(ranks):
@@ -287,7 +287,7 @@ def reduce_scatter_ring(ranks: int) -> Algorithm:
 
 
 def reduce_scatter_direct(ranks: int) -> Algorithm:
-    """Sum the own chunk of all ranks: one step of n-1 sums, S(n-1)/n bytes in n-1 messages."""
+    """Sum this rank's chunk of all ranks: one step of n-1 sums, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("reduce_scatter_direct", "reducescatter", ranks, ranks)
     for rank in range(ranks):
@@ -346,7 +346,7 @@ def _family(position: int, ranks: int, root: int) -> tuple[int, int | None, list
 
 
 def gather_direct(ranks: int, root: int = 0) -> Algorithm:
-    """Send the own chunk to the root: one step, S/n bytes."""
+    """Send this rank's chunk to the root: one step, S/n bytes."""
     _check_ranks(ranks, root)
     builder = AlgorithmBuilder("gather_direct", "gather", ranks, ranks, root)
     builder.block(root).copy(_i(0), _o(root))
@@ -378,7 +378,7 @@ def _check_ranks(ranks: int, root: int = 0) -> None:
 
 
 def _group(ranks: int, group: int | None) -> int:
-    """Return the size of groups: `group`, or the divisor of `ranks` closest to its square root."""
+    """Return the size of groups: `group`, or the divisor of `ranks` closest to the square root."""
     _check_ranks(ranks)
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     if group is None:

@@ -39,7 +39,7 @@ class BufferLayout(NamedTuple):
         return self.scratch_at + self.scratch
 
     def length(self, space: Space) -> int:
-        """Return the actual number of chunks of a buffer; a file may state another."""
+        """Return the actual number of chunks of a buffer; a file may state another number."""
         return {"i": self.inputs, "o": self.outputs, "s": self.scratch}[space]
 
     def start(self, space: Space) -> int:
@@ -59,8 +59,8 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> BufferLayout:
 
     In place, allreduce, alltoall, broadcast and reduce have one buffer; the input of allgather and of
     gather's root is the rank's part of the output; the output of reducescatter and of scatter's root is the
-    rank's part of the input. A buffer that a call does not have, such as the output of a gather outside the
-    root, has no chunks.
+    rank's part of the input. A buffer that does not exist, such as the output of a gather on ranks other than
+    the root, has no chunks.
     """
     whole, part = algorithm.chunks, algorithm.chunks // algorithm.ranks
     is_root = rank == algorithm.root
@@ -76,7 +76,7 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> BufferLayout:
 
 
 def contribution(algorithm: Algorithm, rank: int, index: int) -> int:
-    """Return the set with the single chunk `index` of the input of `rank`."""
+    """Return the set that contains only chunk `index` of the input of `rank`."""
     return 1 << (rank * algorithm.chunks + index)
 
 

@@ -5,11 +5,11 @@ Optional attributes and their defaults:
     outofplace    the opposite of inplace, as before the attribute existed
     minBytes      0
     maxBytes      no limit; also written 0
-    root          0 (of broadcast, reduce, gather and scatter; an attribute of ours)
+    root          0 (for broadcast, reduce, gather and scatter; our own attribute)
 
 `reduce_scatter` means `reducescatter`. Comments and unknown attributes are ignored; an unknown element is
 refused. Ids may come in any order, but each id from 0 on must occur once. The reader never accesses anything
-outside the file: it refuses a document type, and with it every entity.
+outside the file: it refuses document types, and so all entities.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def read_algorithm(path: str | Path) -> Algorithm:
     """Read an algorithm file of at most 16 MiB and 262144 elements.
 
     Returns:
-        Algorithm whose peers, offsets and dependencies exist. `verifier.verify` proves that it computes
-        its collective.
+        Algorithm with checked peers, offsets and dependencies. `verifier.verify` proves that the algorithm
+        computes its collective.
 
     Raises:
         ConfigError: the file cannot be read, is no MSCCL XML, or is inconsistent; begins with
@@ -66,7 +66,7 @@ def read_algorithm(path: str | Path) -> Algorithm:
 
 
 def parse_algorithm(text: bytes | str, name: str) -> Algorithm:
-    """Read an algorithm from the text of a file, as `read_algorithm` does; errors call the file `name`."""
+    """Read an algorithm from the text of a file, like `read_algorithm`; errors call the file `name`."""
     root = _parse(text.encode() if isinstance(text, str) else text, name)
     algorithm = _algorithm(root, name)
     for problem in structure_problems(algorithm):
@@ -80,7 +80,7 @@ def parse_algorithm(text: bytes | str, name: str) -> Algorithm:
 
 @dataclass(slots=True)
 class _Element:
-    """An element, and its place as written in errors: `algo`, `gpu[0].tb[1]`."""
+    """An element, and its place as errors state it: `algo`, `gpu[0].tb[1]`."""
 
     file: str
     tag: str
@@ -174,7 +174,7 @@ def _parse(content: bytes, file: str) -> _Element:
             raise ConfigError(f"{here}: element {short(tag)}, expected {expected or 'nothing in a step'}")
         if count > MAX_ELEMENTS:
             raise ConfigError(f"{here}: {tag} is element {count}, expected at most {MAX_ELEMENTS} of a file")
-        # position of the element, until its id has been read
+        # position of the element until the id has been read
         prefix = "" if parent.tag == "algo" else f"{parent.place}."
         child = _Element(file, tag, line, f"{prefix}{tag}[{len(parent.children)}]", attributes)
         parent.children.append(child)

@@ -1,21 +1,22 @@
-"""One symbolic run of an algorithm: values of chunks, dependencies, and steps that may run concurrently.
+"""Run an algorithm symbolically: values of chunks, dependencies, and steps that may run concurrently.
 
 Thread blocks are deterministic programs. Ranks share nothing but first-in-first-out queues with one writer
 and one reader each: a Kahn process network, here with bounded queues. A step that can run stays runnable
 until it has run, whatever other steps do. So every maximal run ends after the same steps, and with the same
-messages. One run therefore decides for all, provided that thread blocks of a rank do not race for its memory.
-The run detects races too, with vector clocks (Mattern, "Virtual Time and Global States of Distributed
-Systems", 1989; per chunk as in FastTrack, Flanagan and Freund, PLDI 2009).
+messages, and one run decides for all, provided that thread blocks of a rank do not race for memory. The run
+also detects races, with vector clocks (Mattern, "Virtual Time and Global States of Distributed Systems",
+1989; per chunk as in FastTrack, Flanagan and Freund, PLDI 2009).
 
-The order of steps is program order, dependencies, and messages from sending to receipt. A full queue that
+Steps are ordered by program order, by dependencies, and by messages (sending before receipt). A full queue
+that
 blocks its sender does not count as order: an algorithm must not depend on the depth of queues.
 
-The next run on the same queues, for the next operation or the next tile of a large one, needs no barrier
-before it. Ranks share nothing but queues. If as many messages of the same lengths go in as come out, the
-messages of a run meet the steps of the same run. One run after the other is then one schedule of both runs,
-so every schedule ends in the same state, as shown above. Within a rank, an operation begins when the previous
-one has ended. The tiles of an operation are different parts of the same chunks, scratch included: thread
-blocks may be in different tiles, provided that a dependency refers to the step of the same tile.
+The next run on the same queues, for the next operation or the next tile of a large operation, needs no
+barrier. Ranks share nothing but queues. If a run receives exactly the messages that it sends, its messages
+meet steps of the same run. One run after the other is then one schedule of both runs, so every schedule ends
+in the same state, as shown above. Within a rank, an operation begins when the previous one has ended. The
+tiles of an operation are different parts of the same chunks, including scratch. So thread blocks may be in
+different tiles, provided that a dependency refers to the step of the same tile.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Clock = npt.NDArray[np.int32]
 
 
 class ChunkSum(NamedTuple):
-    """The value of a chunk: its contributions, and the contributions included more than once."""
+    """Value of a chunk: its contributions, and the contributions that are included more than once."""
 
     once: int
     more: int = 0
@@ -50,7 +51,7 @@ class ChunkSum(NamedTuple):
 
 
 class _Unknown:
-    """The value of a chunk after a reported problem; it causes no further reports."""
+    """Value of a chunk after a reported problem; it causes no further reports."""
 
 
 UNKNOWN = _Unknown()
@@ -95,7 +96,7 @@ class _Block:
 
     @property
     def step(self) -> AlgorithmStep | None:
-        """The next step, None at the end."""
+        """The next step; None at the end."""
         return self.steps[self.done] if self.done < len(self.steps) else None
 
     @property
@@ -169,8 +170,9 @@ class SymbolicRun:
     # --- Progress ---
 
     def _run(self) -> None:
-        # Find all runnable steps before running any, since a round is one moment. Only blocks that a step of
-        # the previous round may have unblocked are checked: checking all would take blocks times steps.
+        # Find all runnable steps before running any, since the steps of a round are simultaneous. Check only
+        # blocks that a step of the previous round may have unblocked: checking all blocks would take time
+        # blocks × steps.
         ready = self._able(range(len(self._blocks)))
         while ready:
             self.rounds += 1
@@ -184,7 +186,7 @@ class SymbolicRun:
         return [index for index in sorted(blocks) if self._blocks[index].step and not self._waits(index)]
 
     def _waits(self, index: int) -> list[tuple[str, int]]:
-        """Return why the next step of a thread block waits, and the thread block that it waits for."""
+        """Return the reasons why the next step of a thread block waits, with the awaited thread blocks."""
         block = self._blocks[index]
         step = block.step
         assert step is not None
@@ -193,7 +195,8 @@ class SymbolicRun:
             other = self._number[block.rank, step.after[0]]
             if self._blocks[other].done <= step.after[1]:
                 reasons.append(("the step it depends on", other))
-        # Receiving and forwarding is atomic here. Where it is not, steps wait for less, never for more.
+        # Receiving and forwarding is atomic here. In a run where it is not, steps wait for less, never for
+        # more.
         if step.operation in RECEIVES and block.inbox is not None and not block.inbox.messages:
             reasons.append(("a message", block.inbox.sender))
         if step.operation in SENDS and block.outbox is not None and len(block.outbox.messages) >= self.slots:
@@ -204,7 +207,7 @@ class SymbolicRun:
         """Return a cycle of steps that wait for one another, with the reasons; empty if every step has run.
 
         If the messages of every queue match at both ends, every waiting thread block waits for another
-        waiting one, so some of them form a cycle.
+        waiting block, so some blocks form a cycle.
         """
         stuck = [index for index, block in enumerate(self._blocks) if block.step]
         if not stuck:
@@ -268,7 +271,7 @@ class SymbolicRun:
         self.problems.append(Problem(block.steps[block.done].line, place(*block.at), what))
 
     def _cells(self, index: int, chunks: Chunks, count: int) -> Iterator[tuple[int, _Cell | None]]:
-        """Yield the chunks of a step, None for chunks beyond the buffer in a call of this type."""
+        """Yield the chunks of a step; None for chunks outside the buffer in a call of this type."""
         rank = self._blocks[index].rank
         where, memory = self.layouts[rank], self.memory[rank]
         length, start = where.length(chunks.space), where.start(chunks.space)
@@ -310,7 +313,7 @@ class SymbolicRun:
             cell.value, cell.written, cell.read = value, (index, self._blocks[index].done + 1), {}
 
     def _follows(self, index: int, earlier: tuple[int, int]) -> bool:
-        """Return whether `earlier`, a thread block and a count of its steps, happened before now."""
+        """Return whether `earlier` (a thread block and a number of its steps) happened before now."""
         return index == earlier[0] or bool(self._blocks[index].clock[earlier[0]] >= earlier[1])
 
     def _race(self, index: int, earlier: tuple[int, int], doing: str, other_doing: str) -> None:
@@ -331,7 +334,8 @@ class SymbolicRun:
         return source - where.start(step.target.space) - step.target.at
 
     def _copies_onto_itself(self, rank: int, step: AlgorithmStep) -> bool:
-        # Copies to the own part in place do so. The value does not change, so concurrent reads are harmless.
+        # Copies to this rank's part in place do so. The value does not change, so concurrent reads are
+        # harmless.
         return step.operation == "cpy" and self._shift(rank, step) == 0
 
     def _check_overlap(self, index: int, step: AlgorithmStep) -> None:

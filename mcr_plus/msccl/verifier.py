@@ -1,12 +1,12 @@
-"""Proof, before an algorithm runs, that it computes its collective.
+"""Prove, before an algorithm runs, that it computes its collective.
 
     verify(algorithm, in_place=True)     a Report, or an AlgorithmError with all problems
     verify_all(algorithm)                the same in place and out of place, as the algorithm claims
 
 For queues of a given depth, the proof shows: the result has every required contribution once, and no other;
-no step waits for ever; no chunk is read before it was written; no two thread blocks of a rank race for a
-chunk; every message is received by a step that expects its length. So every queue is empty at the end, and
-the algorithm may run again without a barrier (`simulator` explains why). Out of place, the input is not
+no step waits forever; no chunk is read before it has been written; no two thread blocks of a rank race for a
+chunk; every message is received by a step that expects a message of this length. So every queue is empty at
+the end, and the algorithm may run again without a barrier (see `simulator`). Out of place, the input is not
 modified.
 """
 
@@ -30,7 +30,7 @@ _MOST_REPORTED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a proof, and the cost of a run.
+    """Result of a proof, and cost of a run.
 
     Attributes:
         in_place, slots: the kind of call and the queue depth for which the proof holds.
@@ -53,8 +53,8 @@ def verify(algorithm: Algorithm, *, in_place: bool, slots: int = SLOTS) -> Repor
     """Prove an algorithm for calls in place, or out of place, with queues of `slots` messages.
 
     Raises:
-        AlgorithmError: the proof failed; one line per problem, at most 20. Problems that make others
-            meaningless (structure, mismatched messages, deadlocks) are reported without their consequences.
+        AlgorithmError: the proof failed; one line per problem, at most 20. For problems of structure,
+            mismatched messages and deadlocks, consequences are not reported.
         InvalidArgument: `slots` is less than 1.
     """
     if slots < 1:
@@ -82,10 +82,10 @@ def verify(algorithm: Algorithm, *, in_place: bool, slots: int = SLOTS) -> Repor
 
 
 def verify_all(algorithm: Algorithm, *, slots: int = SLOTS) -> list[Report]:
-    """Prove an algorithm in place and out of place, where it claims these; raises what `verify` raises."""
+    """Prove an algorithm in place and out of place, as far as it claims these; raises like `verify`."""
     claims = ((True, algorithm.in_place), (False, algorithm.out_of_place))
     places = [place for place, claimed in claims if claimed]
-    # an algorithm that claims neither has a structure problem
+    # claiming neither is a problem of structure
     return [verify(algorithm, in_place=place, slots=slots) for place in places or [True]]
 
 
@@ -167,8 +167,8 @@ def _wrong_results(run: SymbolicRun) -> Iterator[Problem]:
     goals = wanted(algorithm, 0, in_place=run.in_place)
     for rank, program in enumerate(algorithm.programs):
         layout, memory = run.layouts[rank], run.memory[rank]
-        # For allreduce the output is the same on all ranks; computing it for each would take longer than the
-        # run.
+        # For allreduce the output is the same on all ranks; computing it for each rank would take longer than
+        # the run.
         if rank and algorithm.collective != "allreduce":
             goals = wanted(algorithm, rank, in_place=run.in_place)
         for index, expected in goals.items():
@@ -179,7 +179,7 @@ def _wrong_results(run: SymbolicRun) -> Iterator[Problem]:
             goal = _goal(algorithm, expected)
             name = f"o[{index}]"
             if 0 <= (given := layout.output_at + index - layout.input_at) < layout.inputs:
-                name += f" (i[{given}] in place)"  # the file may use only this name
+                name += f" (i[{given}] in place)"  # the only name that the file may use
             if isinstance(value, ChunkSum):
                 what = f"{name} ends as {_difference(algorithm, value, expected)}; expected {goal}"
             else:
@@ -195,7 +195,7 @@ def _goal(algorithm: Algorithm, expected: int) -> str:
 
 
 def _difference(algorithm: Algorithm, value: ChunkSum, expected: int) -> str:
-    """Return how a chunk differs from the expected value: `a sum without rank 3's chunk 5`."""
+    """Describe how a chunk differs from the expected value: `a sum without rank 3's chunk 5`."""
     if value.once.bit_count() == 1 and not value.more:
         return _listed(algorithm, value.once)
     parts = []

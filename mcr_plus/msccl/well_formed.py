@@ -1,4 +1,4 @@
-"""Checks that an algorithm is well-formed (peers, queues, references), made before the proof."""
+"""Check that an algorithm is well-formed (peers, queues, references), before the proof."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_CHANNELS: Final = 256
 
 
 class Problem(NamedTuple):
-    """A problem: its line (0 for an algorithm without a file), its place in the file, and a description."""
+    """A problem: line (0 for an algorithm without a file), place in the file, and description."""
 
     line: int
     place: str
@@ -187,7 +187,7 @@ def _bound_problems(
     algorithm: Algorithm, program: RankProgram, chunks: Chunks, count: int, at: _At, field: str
 ) -> Iterator[Problem]:
     length = {"i": program.inputs, "o": program.outputs, "s": program.scratch}[chunks.space]
-    # In place, files omit the count of an aliased buffer, although some use the buffer.
+    # For calls in place, files omit the count of an aliased buffer, although some of them use the buffer.
     known = algorithm.collective in VERIFIABLE and len(algorithm.programs) == algorithm.ranks
     if length == 0 and algorithm.in_place and known:
         length = layout(algorithm, at.rank, in_place=True).length(chunks.space)

@@ -1,4 +1,4 @@
-"""Writer of algorithms as MSCCL XML, with every attribute that any known reader requires."""
+"""Write algorithms as MSCCL XML, with every attribute that a known reader requires."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcr_plus.msccl.postconditions import ROOTED
 
 
 def algorithm_text(algorithm: Algorithm) -> str:
-    """Return the text of a file; reading it returns an equal algorithm, except for file and lines."""
+    """Return the text of a file; reading it gives an equal algorithm, except for file and lines."""
     return "\n".join(_lines(algorithm)) + "\n"
 
 

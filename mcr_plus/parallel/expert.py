@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens travel to the ranks of their experts, and answers of the experts travel back.
+"""Expert parallelism: send tokens to the ranks of their experts, and the experts' answers back.
 
     from mcr_plus import expert
 
@@ -7,10 +7,10 @@
     answers = torch.cat([one(part) for one, part in zip(local_experts, parts)])
     y = expert.combine(answers, routed)  # weighted sums, [n, hidden]
 
-A token travels once to each rank that has one of its experts, and one weighted sum of their answers comes
-back. Both functions are differentiable: the backward pass of `dispatch` communicates like `combine`, and vice
-versa. The interface has the shape of DeepEP's (https://github.com/deepseek-ai/DeepEP); the exchange runs
-over any library.
+A token is sent once to each rank that has one of its experts, and each such rank returns one weighted sum of
+its experts' answers. Both functions are differentiable: the backward pass of `dispatch` communicates like
+`combine`, and vice versa. The interface resembles DeepEP's (https://github.com/deepseek-ai/DeepEP);
+the exchange runs over any library.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def dispatch(
 ) -> Dispatched | Pending[Dispatched]:
     """Send every token to the ranks of its experts; all ranks of the group call it, each with its own tokens.
 
-    Each rank has a consecutive run of experts, all of equal length; if the numbers do not divide, the first
+    Each rank has consecutive experts, the same number on all ranks; if the numbers do not divide, the first
     ranks have one more. Numbers of tokens may differ between ranks, and be 0. The exchange is two operations,
     the first of which carries counts; with `max_rows` or `routing` it is one operation.
 
@@ -127,12 +127,13 @@ def dispatch(
         weights: [n, k] weights of the experts' answers, floating-point; sent as float32 (float64
             as float64). `combine` computes their gradients. None: all are 1.
         experts: number of experts on all ranks together. Ranks may have none.
-        routing: routing of an earlier dispatch, in place of `expert_ids`, `experts`, `capacity`, `max_rows`,
-            `load`, `compress`, `compress_back`, `group`, `backend` and `tag`. `x` has as many tokens.
-        capacity: most choices of this rank that an expert accepts: first choices before second choices,
-            each in the order of tokens. Further choices are dropped. None: no limit.
-        max_rows: most tokens that any rank sends to any other, the same on all ranks. Messages then have
-            this fixed size and include the counts. Pays off for few tokens.
+        routing: routing of an earlier dispatch, instead of `expert_ids`, `experts`, `capacity`, `max_rows`,
+            `load`, `compress`, `compress_back`, `group`, `backend` and `tag`. `x` must have the same number
+            of tokens.
+        capacity: maximum number of this rank's choices that an expert accepts: first choices before second
+            choices, each in the order of tokens. Other choices are dropped. None: no limit.
+        max_rows: maximum number of tokens that a rank sends to another, the same on all ranks. Messages then
+            have this fixed size and include the counts. Pays off for few tokens.
         load: also return how many tokens of all ranks chose each expert, to balance losses and biases.
         compress: None, `bf16` or `fp8_block` (e4m3 with a float32 scale for each 256 values of a token):
             format of tokens on the way to the experts and, in the backward pass, of gradients of answers.
@@ -253,14 +254,14 @@ def combine(
 def combine(
     answers: torch.Tensor, routed: Dispatched, *, async_op: bool = False
 ) -> torch.Tensor | Pending[torch.Tensor]:
-    """Return the weighted sum of its experts' answers to every token; all ranks of the group call it.
+    """Return, for every token, the weighted sum of its experts' answers; all ranks of the group call it.
 
     Sums are computed in float32 (for float64 in float64): first over the experts of a rank, so that one sum
-    travels, then over the ranks. A token without experts gets 0.
+    is sent, then over the ranks. A token without experts gets 0.
 
     Args:
         answers: [m, any width], the answer to each of `routed.rows`, with a dtype that `x` may have.
-        routed: the result of `dispatch`; its group, library, tag and `compress_back` apply here, too.
+        routed: the result of `dispatch`; the group, library, tag and `compress_back` of `dispatch` apply.
         async_op: return a `Pending` at once.
 
     Returns:
@@ -414,7 +415,7 @@ def _refusal(
     max_rows: int | None,
     comm: Communicator,
 ) -> InvalidArgument | None:
-    """Return the error in the values; the exchange tells the other ranks of it."""
+    """Return the error for wrong values of arguments; the exchange passes it to the other ranks."""
     if len(ids) != len(x):
         return InvalidArgument(
             f"expert_ids: shape {list(ids.shape)} does not fit x of shape {list(x.shape)}; "

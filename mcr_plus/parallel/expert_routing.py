@@ -1,8 +1,8 @@
-"""Exchanges of expert parallelism between the ranks of one routing, to the experts and back.
+"""Exchanges of expert parallelism: rows to the experts, and sums back.
 
-A dispatch is two operations. The first carries facts to compare, and counts, from which every rank derives
-the sizes of the second. The second carries, for each rank, rows, and for each entry a weight and the index of
-its row:
+A dispatch is two operations. The first carries properties to compare, and counts; every rank derives the
+sizes of the second operation from the counts. The second operation sends to each rank the rows and, for each
+entry, a weight and the index of its row:
 
     header, if any | rows | up to 7 bytes | weights of entries | rows of entries | up to 15 bytes
 
@@ -43,7 +43,7 @@ _FACTS: Final = (
     "compress",
     "compress_back",
 )
-_ROWS: Final = 1 + len(_FACTS)  # preceded by a flag whether the rank refuses its arguments, and by its facts
+_ROWS: Final = 1 + len(_FACTS)  # preceded by a flag (arguments refused) and the rank's properties
 _COUNTS: Final = _ROWS + 1
 
 
@@ -115,10 +115,10 @@ def _shown(fact: int, number: int) -> str:
 
 
 class Flow(NamedTuple):
-    """Rows and entries that one side exchanges with each rank; none with itself.
+    """Rows and entries exchanged with each other rank, in one direction.
 
     Attributes:
-        rows: [ranks + 1] begin of the rows of each rank.
+        rows: [ranks + 1] first row of each rank.
         entries: [ranks] number of entries.
     """
 
@@ -130,9 +130,9 @@ class MessageLayout(NamedTuple):
     """Positions of all ranks' messages in a buffer, in bytes.
 
     Attributes:
-        rows: [ranks] begin of the rows.
-        entries: for each rank, begin and number of its entries.
-        sizes: for each rank, length of its message.
+        rows: [ranks] offset of the rows.
+        entries: offset and number of each rank's entries.
+        sizes: length of each rank's message.
         total: length of the buffer.
     """
 
@@ -149,7 +149,7 @@ class Way(NamedTuple):
         width, dtype, form: properties of a row.
         weights: dtype of the number that each entry has; None without numbers.
         lists: whether each entry has the index of its row.
-        head: bytes in front of the rows of each message.
+        head: number of bytes before the rows of each message.
         slot: fixed length of each message; None for exactly the length needed.
     """
 
@@ -226,7 +226,7 @@ class Routing:
         self.counts: list[int] = []
         self.load: torch.Tensor | None = None
         self.dropped = int(sent.load.sum() - sent.counts.sum())
-        self._entries = _ends(sent.counts)[self._spread.firsts]  # [ranks + 1] begin of each rank's entries
+        self._entries = _ends(sent.counts)[self._spread.firsts]  # [ranks + 1] first entry of each rank
         self._out = Flow(sent.firsts, self._of_others(np.diff(self._entries)))
         self._counts: Ints  # [ranks, local experts]
         self._in: Flow
@@ -234,7 +234,7 @@ class Routing:
         self._layouts: dict[tuple[Way, bool], MessageLayout] = {}  # by way and side
 
     def _layout(self, way: Way, of_tokens: bool) -> MessageLayout:
-        """Return the layout of messages on the side of this rank's tokens, or of its experts."""
+        """Return the layout of messages that hold rows of this rank's tokens, or of its experts."""
         found = self._layouts.get((way, of_tokens))
         if found is None:
             found = way.layout(self._out if of_tokens else self._in, self._comm.rank)
@@ -253,7 +253,7 @@ class Routing:
     # -- counts -------------------------------------------------------------------------------------
 
     def header(self, refuses: bool, load: bool) -> torch.Tensor:
-        """Return facts and counts for each rank, int32 [ranks, numbers]. `refuses`: arguments are wrong."""
+        """Return properties and counts for each rank, int32 [ranks, numbers]. `refuses`: bad arguments."""
         comm, sent, firsts = self._comm, self._sent, self._spread.firsts.tolist()
         most = self._spread.most
         numbers = np.zeros((comm.size, _COUNTS + most + (sent.load.size if load else 0)), np.int32)
@@ -278,7 +278,7 @@ class Routing:
         return heard
 
     def learn_counts(self, heard: torch.Tensor, load: bool) -> None:
-        """Store the headers of all ranks; raises `InvalidArgument` if a rank refuses, or facts differ."""
+        """Store all ranks' headers; raises `InvalidArgument` if a rank refuses, or properties differ."""
         numbers: npt.NDArray[np.int32] = heard.numpy()
         self._compare(numbers)
         self._counts = numbers[:, _COUNTS : _COUNTS + len(self.local_experts)].astype(np.int64)
@@ -411,7 +411,7 @@ class Routing:
 
     @property
     def sources(self) -> Ints:
-        """Return, for each row, the index of the received row, or -1 - t for token t of this rank."""
+        """Return the source of each row: the index of a received row, or -1 - t for token t of this rank."""
         return self._found.sources
 
     # -- back ---------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class Routing:
         numbers: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> ExpertExchange:
-        """Send, for each received token, the sum of its rows on this rank's experts back to the token's rank.
+        """Return to each received token's rank the sum of the token's rows on this rank's experts.
 
         Args:
             values: [rows, width].

@@ -1,8 +1,8 @@
 """Index lists of expert parallelism on the CPU: destinations of tokens, and the order of their rows.
 
-A *choice* is a pair of a token and one of its k experts. A *row* of a message is a token, which travels once
-to each rank that has one of its experts. An *entry* is a choice that is kept. Entries are ordered by expert,
-then by token, so the entries for one rank are adjacent.
+A *choice* is a pair of a token and one of its k experts. A *row* of a message is a token, sent once to each
+rank that has one of its experts. An *entry* is a choice that is kept. Entries are ordered by expert, then by
+token, so the entries for one rank are adjacent.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class SentRows(NamedTuple):
-    """Index lists of a sending rank. Its own rank counts no rows: they stay in place.
+    """Index lists of a sending rank. Rows for the rank itself stay in place and are not counted.
 
     Attributes:
-        bad: flat index of the first expert id out of range; -1 if all ids, and so the rest, are valid.
+        bad: flat index of the first expert id out of range; -1 if all are in range. Otherwise the other lists
+            are invalid.
         load: [k, experts] number of tokens with each expert as first, second, … choice, even if dropped.
         counts: [experts] number of entries.
-        firsts: [ranks + 1] begin of the rows for each rank.
+        firsts: [ranks + 1] first row for each rank.
         tokens: [rows] token of each row.
         token_firsts, token_rows: the rows of token t are `token_rows[token_firsts[t] : token_firsts[t + 1]]`.
         entry_rows: [entries] row, counted from the first row for its rank; for this rank itself, the token.
@@ -47,7 +48,7 @@ class ReceivedRows(NamedTuple):
     """Destinations of rows. *Positions* are ordered by this rank's experts, then by rank, then by token.
 
     Attributes:
-        bad: True if an entry names a row that was not received; the rest is then invalid.
+        bad: True if an entry names a row that was not received; the other lists are then invalid.
         sources: [positions] received row for the position, or -1 - t for this rank's own token t.
         places: [entries] position of each entry; entries are ordered by rank, then by expert.
         row_firsts, row_positions: the positions of received row j are
@@ -110,7 +111,7 @@ def _sent(ids, owners, ranks, rank, capacity):  # type: ignore[no-untyped-def]
     load, counts = np.zeros((k, owners.size), np.int64), np.zeros(owners.size, np.int64)
     kept, seen = np.zeros((tokens, k), np.uint8), np.full(ranks, -1, np.int64)
     bad = _keep(ids, capacity, load, counts, kept)
-    ends = np.empty(owners.size, np.int64)  # each advances with the entries of its expert
+    ends = np.empty(owners.size, np.int64)  # end of each expert's entries so far
     entries = _sum_up(counts, ends)
     of_ranks, firsts = np.zeros(ranks, np.int64), np.empty(ranks + 1, np.int64)
     _count_rows(ids, kept, owners, rank, of_ranks, seen)
@@ -214,8 +215,8 @@ def sent(ids: Ints, owners: Ints, ranks: int, rank: int, capacity: int | None) -
         ids: [tokens, k] experts of each token; -1 for none.
         owners: [experts] rank of each expert.
         ranks, rank: number of ranks, and this rank.
-        capacity: most entries of an expert, first choices before second, then by token; None for no
-            limit.
+        capacity: maximum number of entries of an expert, first choices before second, then by token; None for
+            no limit.
     """
     return SentRows(*_sent(ids, owners, ranks, rank, -1 if capacity is None else capacity))
 
@@ -225,7 +226,7 @@ def received(counts: Ints, firsts: Ints, rows: npt.NDArray[np.int32], rank: int,
 
     Args:
         counts: [ranks, own experts] number of entries from each rank for each expert.
-        firsts: [ranks + 1] begin of the rows of each rank; this rank has none.
+        firsts: [ranks + 1] first row of each rank; this rank has no rows.
         rows: `entry_rows` of all ranks for this rank, concatenated.
         rank, tokens: this rank, and its number of tokens.
     """

@@ -1,6 +1,6 @@
-"""Rows of tokens, packed into messages of expert parallelism and unpacked: torch reference, CPU kernels.
+"""Pack rows of tokens into messages of expert parallelism, and unpack them: torch reference, CPU kernels.
 
-In a message, a row of `width` values begins at an address of its own, a multiple of 4. Formats:
+In a message, each row of `width` values begins at a multiple of 4 bytes. Formats:
 
     plain      the values unchanged
     bf16       rounded to bfloat16, to nearest even
@@ -149,7 +149,7 @@ def unpack_reference(own: torch.Tensor, wire: Wire, sources: Ints, out: torch.Te
 
 
 def _come(own: torch.Tensor, wire: Wire, sources: Ints) -> torch.Tensor:
-    """Return the rows that `unpack` would write, in the dtype of sums."""
+    """Return the unpacked rows, in the dtype of sums."""
     rows = torch.cat([_taken(wire, own.shape[1], own.dtype), own.to(_summing(own.dtype))])
     return rows[_index(np.where(sources < 0, len(wire.at) - 1 - sources, sources), own)]
 
@@ -383,7 +383,7 @@ def pack(values: torch.Tensor, rows: Ints, wire: Wire) -> None:
 
 
 def unpack(own: torch.Tensor, wire: Wire, sources: Ints, out: torch.Tensor) -> None:
-    """Write to row i of `out` [m, width] row `sources[i]` of `wire`, or row -1 - `sources[i]` of `own`.
+    """Copy row `sources[i]` of `wire`, or row -1 - `sources[i]` of `own`, to row i of `out` [m, width].
 
     `own`: [n, width], with the dtype of `out`.
     """
@@ -438,7 +438,7 @@ def unpack_sums(
     rows: Lists,
     out: torch.Tensor,
 ) -> None:
-    """Write the total of two sums to each row i of `out` [n, width], in one pass.
+    """Write the sum of two weighted sums to each row i of `out` [n, width], in one pass.
 
     The first adds the rows of list i of `own` in `values` [m, width], times `weights` [m], the second the
     rows of list i of `rows` in `wire`. `out` has the dtype of `values`.
@@ -490,7 +490,8 @@ def _weights(weights: torch.Tensor | None) -> tuple[Any, bool]:
 
 
 def _places(values: Any, wire: Wire) -> tuple[Any, Ints, int]:
-    """Return the bytes as an array whose dtype encodes the row format, with row places and size in units."""
+    """Return the message as an array whose dtype encodes the format, and row offsets and row size in
+    elements."""
     units: dict[Format, type] = {"plain": values.dtype, "bf16": np.uint16, "fp8_block": np.uint8}
     array: Any = wire.bytes.numpy().view(units[wire.format])
     width = values.shape[1]

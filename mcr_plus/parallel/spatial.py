@@ -8,9 +8,10 @@
     y = pool(conv(x))                       # x: [N, 4, *layout.local_shape(rank)]
     spatial.global_mean(y, pool.out_layout) # [N, 16], the same on all ranks
 
-Every rank has all of N and C, and a box of the spatial dimensions (Dryden et al. 2019, arXiv 1903.06681). A
-layer takes the layout of its input and computes the layout of its output, `out_layout`. Forward and backward
-results equal those of torch's layer on the whole tensor, except for rounding.
+N and C are complete on every rank; the spatial dimensions are divided into one box per rank (Dryden et al.
+2019, arXiv 1903.06681). A layer takes the layout of its input and computes the layout of its output,
+`out_layout`. Forward and backward results equal those of torch's layer on the whole tensor, except for
+rounding.
 
 Weights are replicated, and each rank computes the gradient contribution of its part of the output. The
 gradient is the sum over ranks: call `sum_gradients(model)` after `backward()`. (`mcr.wrap` averages, so it
@@ -57,15 +58,16 @@ def _at(slices: Iterable[slice]) -> Any:
 
 
 def _nothing(x: torch.Tensor, more: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return a tensor without elements through which gradients flow, for ranks without output."""
+    """Return an empty tensor that is part of the graph, for ranks without output."""
     return (x.sum() + more).expand(shape)
 
 
 def _read(
     x: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return a strip's input, from a tensor that has the ranges `base` of it: wrapped, a view, or with
-    some padding; and the padding on both sides that the convolution adds itself.
+    """Return the input of a strip, and the padding on both sides that the convolution must still add.
+
+    `x` holds the ranges `base`. The input is a view of `x`, or a copy with wrapped borders or padding.
     """
     pads: list[int] = []
     padding: list[int] = []
@@ -99,7 +101,7 @@ def _returned(
 
 
 def _wraps(base: Range, reads: Range, size: int, circular: bool) -> bool:
-    """Return whether a dimension that is complete on this rank is read beyond its borders."""
+    """Return whether reads wrap around a dimension that is complete on this rank."""
     return circular and base == (0, size) and not 0 <= reads[0] <= reads[1] <= size
 
 
@@ -165,7 +167,7 @@ class _Convolution:
     def gradients(
         self, grad: torch.Tensor, needed: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return gradients of input, weight and bias; the halo's gradient travels during the computation."""
+        """Return the gradients of input, weight and bias; the halo exchange overlaps with computation."""
         window, part = self.window, self.part
 
         def of(x: torch.Tensor, padding: list[int], *mask: bool) -> tuple[torch.Tensor | None, ...]:
@@ -223,7 +225,7 @@ class _Layer(nn.Module):
     group: Communicator | None
 
     def _state(self) -> dict[str, Any]:
-        """Return the attributes for a copy: all but the exchanges that this layer has bound."""
+        """Return the attributes for a copy: all but the bound exchanges."""
         return {name: value for name, value in self.__dict__.items() if name != "_known"} | {"_known": {}}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -256,7 +258,7 @@ class _Layer(nn.Module):
 
 
 class _Conv(_Layer):
-    """Convolution layer like torch's; `layout` is the layout of its input's spatial dimensions."""
+    """Convolution layer with torch's arguments; `layout` is the layout of the input's spatial dimensions."""
 
     def __init__(
         self,
@@ -335,8 +337,8 @@ class Conv3d(_Conv, nn.Conv3d):
             `mcr.Layout.mesh(shape, ranks, ["S0", "S1"])`.
         group: ranks of the layout; None: the whole job.
         tag: tag of the halo exchanges, for rules; `redistribute` if None.
-        overlap: while the halo is in flight, convolve everything that does not need it; then the borders.
-            This slows small convolutions down; if halos arrive at once, False may be faster.
+        overlap: convolve the interior while the halo is in flight, then the borders. False may be faster for
+            small convolutions, or if halos arrive at once.
 
     Attributes:
         layout, out_layout: layouts of the spatial dimensions of input and output. An output element is on the
@@ -442,7 +444,7 @@ class MaxPool3d(_Pool):
     Attributes:
         layout, out_layout: layouts of the spatial dimensions of input and output.
 
-    There is no communication. Elements behind the last whole window are ignored, as in torch.
+    There is no communication. Elements after the last whole window are ignored, as in torch.
 
     Raises:
         InvalidArgument: as in `Conv3d`.
@@ -516,7 +518,7 @@ def global_mean(
 
 
 def local_part(x: torch.Tensor, layout: Layout, *, group: Communicator | None = None) -> torch.Tensor:
-    """Return a copy of this rank's part of a whole tensor whose last dimensions are those of `layout`.
+    """Return a copy of this rank's part of a whole tensor; `layout` describes the last dimensions.
 
     Raises:
         InvalidArgument: `x` does not end with the layout's shape, or the rank holds several boxes.

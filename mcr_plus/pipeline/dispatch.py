@@ -20,7 +20,7 @@ from mcr_plus.pipeline.treatment import Treatment
 
 
 class DispatchStage(Stage):
-    """Binds a signature to a library call, with its deadline and its place in the order."""
+    """Binds a signature to a library call, and applies the deadline and the order of operations."""
 
     Options = DispatchOptions
 
@@ -31,7 +31,7 @@ class DispatchStage(Stage):
         self._hosts = context.world.hosts_of(context.group)
 
     def bind(self, signature: Signature, next: Next) -> Issue:
-        """Return the callable that issues the operation; equal signatures share it."""
+        """Return the callable that issues the operation; equal signatures share one callable."""
         if signature.backend is None:
             raise Unsupported(
                 f"{signature.describe()} reached dispatch without a backend: a select stage is missing"
@@ -92,7 +92,7 @@ class DispatchStage(Stage):
         return f"{'every' if every == 1 else f'1 in {every}'} verified by {what}{how}"
 
     def _compares_every(self, signature: Signature) -> bool:
-        """Return True if ranks compare every operation: by option, or if the library could pair unequal ones.
+        """Return True if ranks compare every operation: by option, or if the library might mix up operations.
 
         A library sees the encoded size, not the number of values, so it may not notice a mismatch.
         """
@@ -105,7 +105,7 @@ class DispatchStage(Stage):
         return of_any_size or not self._keeps_apart(backend, signature)
 
     def _keeps_apart(self, backend: type[Backend], signature: Signature) -> bool:
-        """Return True if the library, as used with these options, never pairs operations that differ."""
+        """Return True if the library, with these options, never pairs different operations."""
         if backend.on_stream or backend.keeps_apart or self._options.failover or self._options.verify:
             return backend.keeps_apart
         return backend.keeps_those_apart(signature, self._hosts)
@@ -124,7 +124,7 @@ class DispatchStage(Stage):
     def _operation(self, signature: Signature, runtime: GroupRuntime) -> BoundOperation:
         channel = runtime.channels[signature.backend or ""]
         backend = channel.backend
-        # No data to move: the operation keeps its number and its check, but needs no library.
+        # There is no data to move. The operation keeps its number and its check, but needs no library.
         empty = signature.nbytes == 0 and not signature.is_p2p and signature.kind != "barrier"
         start: Start
         if empty:

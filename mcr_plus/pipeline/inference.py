@@ -1,4 +1,4 @@
-"""Operations on tensors of torch's inference mode that end outside the mode, or on the progress thread.
+"""Support tensors of torch's inference mode in operations that end outside the mode.
 
 A tensor created in inference mode can only be written in inference mode. Tensors that a stage creates in the
 mode, such as residuals of error feedback, could not be written by a later call outside it. So stages compute
@@ -15,7 +15,7 @@ from mcr_plus.pipeline.stage import Issue
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or an ordinary tensor on the memory of an inference tensor."""
+    """Return an ordinary tensor unchanged; for an inference tensor, an ordinary tensor on the same memory."""
     if not tensor.is_inference():
         return tensor
     shared = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""`Pipeline`: the stages of a group, bound once to each signature, from the first to the last."""
+"""`Pipeline`: the stages of a group, bound once to each signature."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BoundChain:
 
 
 class Pipeline:
-    """Stages of one group. Rules give a stage other options; each variant is built when first needed."""
+    """Stages of one group. Rules may change a stage's options; each variant is built on first use."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -63,7 +63,7 @@ class Pipeline:
         return Pipeline(replace(self._context, runtime=None))
 
     def expected_us(self, signature: Signature) -> float | None:
-        """Return the microseconds that all library operations for `signature` should take; None if unknown.
+        """Return the expected microseconds of all library operations for `signature`; None if unknown.
 
         Binds to no library, so each rank may pass any signature.
         """
@@ -101,13 +101,13 @@ class Pipeline:
         }
 
     def load_state(self) -> None:
-        """Have every stage read the state loaded for it."""
+        """Let every stage read the state loaded for it."""
         if self._context.runtime is not None:
             for (name, _), stage in self._stages.items():
                 stage.load_state(self._context.runtime.restored.setdefault(name, {}))
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Have every stage drop the state of operations that are over, by name."""
+        """Let every stage drop the state of operations that are over, by name."""
         for stage in self._stages.values():
             stage.forget_state(is_over)
 
@@ -178,7 +178,7 @@ def finish(stages: Iterable[Stage]) -> None:
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:
-    """Return a changed signature as asynchronous, because a stage may have several in flight."""
+    """Mark a changed signature as asynchronous, because a stage may have several operations in flight."""
     same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
     return changed if same else changed.replace(async_op=True)
 

@@ -42,7 +42,7 @@ class Next(Protocol):
         ...
 
     def through(self, pipeline: Pipeline, signature: Signature) -> Issue:
-        """Bind an operation of another group, by that group's pipeline, as a part of this operation."""
+        """Bind an operation of another group by the other group's pipeline, as a part of this operation."""
         ...
 
     def treatment(self, signature: Signature) -> Treatment:
@@ -60,7 +60,7 @@ class Context:
 
     `backends`: the job's backends, in fallback order. `runtime`: used by dispatch, None while explaining.
     `parts`: the pipelines of the groups opened for the hierarchical stage, by purpose. `place`: the rule that
-    sets the stage's options, as `file:line: rules[i]`; None for the pipeline's options.
+    sets the stage's options, as `file:line: rules[i]`; None if the options are the pipeline's.
     """
 
     config: Config
@@ -114,8 +114,8 @@ class Stage(ABC):
         """Return the state kept between calls that the next job needs, for `mcr.state_dict`.
 
         Called on all ranks of the group while nothing is in flight. Names are the same on all ranks and in
-        the next job. A value is either a list of `StateTensor`, saved as a mapping of names to CPU tensors,
-        or plain data that can be pickled and is equal on all ranks.
+        the next job. A value is a list of `StateTensor`, saved as a mapping of names to CPU tensors, or plain
+        data that can be pickled and is equal on all ranks.
         """
         return {}
 
@@ -138,20 +138,20 @@ class Stage(ABC):
     def needs_finish(self) -> bool:
         """True if `finish` needs this stage even after its group has been closed.
 
-        Read when the group is closed; if True, the stage is kept until the end of the job.
+        Read when the group is closed. If True, the stage is kept until the end of the job.
         """
         return False
 
     @classmethod
     def finish(cls, stages: Sequence[Any]) -> None:
-        """Finish all stages of the class, called once when the job ends in order and nothing is in flight.
+        """Finish all stages of the class. Called once, when the job ends normally and nothing is in flight.
 
         Called on every rank; must not issue operations. May raise `McrError`.
         """
 
 
 def complete(stage: Any) -> Stage:
-    """Return the stage, completed by the defaults of `Stage` for missing methods."""
+    """Return the stage, with missing methods taken from `Stage`."""
     return stage if isinstance(stage, Stage) else _CompletedStage(stage)
 
 

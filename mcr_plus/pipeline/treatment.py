@@ -1,4 +1,4 @@
-"""`Treatment`: the effect of later stages on an operation, for earlier stages that depend on it."""
+"""`Treatment`: effect of later stages on an operation, which earlier stages may need to know."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ NO_CODEC: Final = (("codec", "none"),)
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """Effect of later stages on an operation; the defaults mean that values stay as they are.
+    """Effect of later stages on an operation; by default, values are not changed.
 
     Attributes:
         compress: the `compress` option of a bucket that encodes its members as if each were sent alone.
-        alignment: in elements; tensors in a bucket begin at multiples of it. It fits every codec that similar
-            operations of any size may get.
+        alignment: alignment of tensors in a bucket, in elements. It suits every codec that similar operations
+            of any size may get.
         codec: name of the codec chosen for the operation, if any.
-        refusal: the reason why that codec cannot encode the operation, None if it can.
+        refusal: the reason why the codec cannot encode the operation; None if it can.
         keeps: True if the result depends on earlier calls of the same operation, as with error feedback. Such
             an operation cannot share a bucket whose members differ from call to call.
-        forwards: True if payloads are changes to a value that each receiver keeps, so they can be forwarded.
+        forwards: True if a payload is a change to a value that each receiver keeps, so it can be forwarded.
         compared: True if ranks compare the operation at every call, not only at the first.
     """
 

@@ -1,1 +1,1 @@
-"""Operations that survive a failing library (`failover`), and that check their payloads (`verify`)."""
+"""Operations that survive the failure of a library (`failover`) or check their payloads (`verify`)."""

@@ -1,4 +1,4 @@
-"""Checks of a configuration's tables and algorithms before anything runs."""
+"""Check a configuration's tables and algorithms before anything runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checked_tables(config: Config) -> list[Table]:
 
 
 def named_tables(document: Document) -> Iterator[Path]:
-    """Yield the table files that a configuration names, even if the rest of it is invalid."""
+    """Yield the table files that a configuration names, even if the configuration is otherwise invalid."""
     for part in ("pipeline", "rules"):
         entries = document.data.get(part)
         for entry in entries if isinstance(entries, list) else ():
@@ -54,7 +54,7 @@ def named_tables(document: Document) -> Iterator[Path]:
 
 
 def _check_backends(table: Table, config: Config) -> None:
-    """Raise `ConfigError` for backends missing from the configuration, with the first rule of each."""
+    """Raise `ConfigError` for backends missing from the configuration, each with the first rule."""
     if config.backends is None:
         return
     known = (*config.backends, "local", BUILT_IN)
@@ -86,7 +86,7 @@ def use_algorithms(config: Config) -> None:
 
 
 def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the configuration") -> None:
-    """Raise `ConfigError`, prefixed with `place`, if an algorithm exists for no operation.
+    """Raise `ConfigError`, prefixed with `place`, for an algorithm that no operation has.
 
     Sizes and numbers of ranks are checked later, for each operation. `files`: the setting named in the error
     text as the place to add a file.
@@ -108,7 +108,7 @@ def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the 
 
 
 def _choices(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield every backend named by the configuration for operations, and the place that names it."""
+    """Yield every backend that the configuration names for operations, and the place of the name."""
     named = [(spec.options, spec.place) for spec in config.pipeline]
     for rule in config.rules:
         if rule.backend is not None:

@@ -1,12 +1,12 @@
 """Online refinement: the select stage measures while the job runs, and writes the results to a table.
 
-An operation that several choices support has an `OnlineTrial`. Its `Router` sends all calls to the current
-choice, except for at most one in sixteen, which goes to a rival. The ranks share their times and draw the
+An operation that several choices support has an `OnlineTrial`. A `Router` sends calls to the current choice,
+and at most one call in sixteen to a rival. The ranks share their times and draw the
 same conclusion from the same numbers: a rival is dropped, the choice changes, or the trial ends. After the
 trial, each call costs one more Python call than without refinement.
 
 A rank that is ahead of another by more than the trial's lag waits for the shared times before its next call.
-Therefore only synchronous operations are tuned: issuing an asynchronous one never waits.
+Issuing an asynchronous operation must never wait, so only synchronous operations are tuned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Refinement:
         self.path = target_path(options)
         self.writes = context.world.rank == 0
         self._world = context.world
-        self.earlier: MutableMapping[str, Any] = {}  # results of an earlier job, and of dropped bindings
+        self.earlier: MutableMapping[str, Any] = {}  # results from an earlier job, and from dropped bindings
         self._settled: dict[str, RefinedTable] = {}  # trials that ended in an earlier job, or before `forget`
         self._hosts = {context.world.hosts[rank] for rank in context.group.ranks}
         self._trials: list[tuple[Router, OnlineTrial, Query, Callable[[int], str | None]]] = []
@@ -51,7 +51,7 @@ class Refinement:
         """Return True if the choice of an operation may change while the job runs.
 
         Not tuned: operations whose backend a call or rule names; send and receive, because both ends must
-        agree; operations on a GPU, because the host does not see their end; and asynchronous operations,
+        agree; operations on a GPU, because the host does not see when they end; and asynchronous operations,
         because issuing must never wait.
         """
         fixed = signature.backend is not None or signature.is_p2p or signature.kind == "barrier"
@@ -67,10 +67,10 @@ class Refinement:
         place: Callable[[str, Signature], Issue],
         prefer: Callable[[Signature], str],
     ) -> Issue:
-        """Return the issue of an operation: a trial routes each call to a candidate, initially to the first.
+        """Return the issue of an operation. A trial routes each call to a candidate, at first to number 0.
 
-        `query`: the operation as a table query. `place`: binds an operation to a choice; rivals that it
-        refuses with `Unsupported` are left out. `prefer`: the choice if no table has a rule.
+        `query`: the operation as a table query. `place`: binds an operation to a choice; rivals for which it
+        raises `Unsupported` are omitted. `prefer`: the choice if no table has a rule.
         """
         bound = {candidates[0]: place(candidates[0], signature)}
         for rival in candidates[1:]:
@@ -97,7 +97,8 @@ class Refinement:
         exchange = place(prefer(reduction), reduction)
 
         def show_operation() -> None:
-            # Every issue shows its operation. A persistent operation bound now keeps the current choice.
+            # Each issue has its own operation. A persistent operation that is bound now keeps the current
+            # choice.
             router.issue.operation = issues[trial.chosen].operation
 
         router = Router(
@@ -126,7 +127,7 @@ class Refinement:
         return {**self.earlier, **state}
 
     def forget(self) -> None:
-        """End the trials. Operations bound again continue from the results."""
+        """End the trials. Operations that are bound again continue from the results."""
         self.earlier.update(self.state)
         for _, trial, query, default in self._trials:
             if known := _microseconds(trial):
@@ -135,7 +136,7 @@ class Refinement:
         self._trials.clear()
 
     def learnt(self) -> list[RefinedTable]:
-        """Return the results of this stage's trials, including those that have not ended."""
+        """Return the results of this stage's trials, including unfinished trials."""
         settled = dict(self._settled)
         later = []
         for router, trial, query, default in self._trials:
@@ -162,6 +163,6 @@ def _name(query: Query, candidates: Iterable[str]) -> str:
 
 
 def _microseconds(trial: OnlineTrial) -> dict[str, float]:
-    """Return the last median of each candidate that has one, in microseconds."""
+    """Return the candidates' last medians in microseconds, without candidates that have none."""
     pairs = zip(trial.candidates, trial.medians, strict=True)
     return {name: seconds * 1e6 for name, seconds in pairs if seconds is not None}

@@ -24,8 +24,9 @@ def _table_text(table: TableRef | None) -> str | None:
 class SelectOptions(StageOptions):
     """Options of `select`.
 
-    `table`: a table file, or None for the built-in one. `vector_size`: the size in bytes for lookups of
-    vector collectives, because their size differs between ranks; None uses the rules for the largest sizes.
+    `table`: a table file, or None for the built-in one. `vector_size`: the size in bytes with which vector
+    collectives are looked up, because their real size differs between ranks; None uses the rules for the
+    largest sizes.
     `online`: True to continue measuring while the job runs. `refined`: the file for the results.
     """
 

@@ -1,4 +1,4 @@
-"""Refined table: results of online refinement as rules, and the file that contains them."""
+"""Convert results of online refinement to rules of a table, and write the table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LEAST_US: Final = 1e-3
 
 
 def check_target(options: SelectOptions) -> None:
-    """Raise `ConfigError` at the start of the job if the refined table could not be written at its end."""
+    """Raise `ConfigError` now if the refined table could not be written at the end of the job."""
     folder = target_path(options).parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         what = "is not writable" if folder.is_dir() else "is not a folder"
@@ -68,7 +68,7 @@ class RefinedTable:
 
     @property
     def key(self) -> TableKey:
-        """Key of a rule for this operation; it covers operations that differ only in size."""
+        """Key of a rule for this operation, which also covers operations that differ only in size."""
         query = self.query
         ranks, nodes, per_node = (
             Range(number, number + 1) for number in (query.ranks, query.nodes, query.ranks_per_node)
@@ -98,9 +98,9 @@ def save_refined(refinements: Sequence[Refinement]) -> None:
 def refined_table(table: Table | None, learnt: Sequence[RefinedTable], here: Fingerprint) -> Table:
     """Return `table` with the results of trials applied to operations like the observed ones.
 
-    These operations get their own rules, placed before all rules that covered them. The choice changes only
-    in the octave of each observed size, from a power of two to the next; two sizes of an octave are separated
-    at their geometric mean.
+    The results become rules before all other rules that cover these operations. The choice changes only in
+    the octave of each observed size, from a power of two to the next; two sizes in an octave are separated at
+    their geometric mean.
     """
     before = () if table is None else table.rules
     groups: dict[TableKey, list[RefinedTable]] = {}
@@ -121,7 +121,7 @@ def refined_table(table: Table | None, learnt: Sequence[RefinedTable], here: Fin
 
 
 def _refined_rules(before: Sequence[TableRule], learnt: Sequence[RefinedTable]) -> list[TableRule]:
-    """Return the rules of one key: new rules override old ones; adjacent rules of equal choice are merged."""
+    """Return the rules of one key. New rules override old ones; adjacent rules of equal choice merge."""
     first = learnt[0]
     old = [rule for rule in before if rule.key.includes(first.key)] or _preference(first)
     new = [
@@ -156,7 +156,7 @@ def _preference(entry: RefinedTable) -> list[TableRule]:
 def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[RefinedTable]) -> Iterator[TableRule]:
     """Yield the rule of one size. If indistinguishable operations have different choices, medians decide.
 
-    The rule covers the part of `sizes` that the choice supports; no rule if that part is empty.
+    The rule covers the part of `sizes` that the choice supports. Yields nothing if that part is empty.
     """
     names = dict.fromkeys(name for entry in learnt for name in entry.measured)
     us = {name: median(entry.measured[name] for entry in learnt if name in entry.measured) for name in names}
@@ -172,8 +172,8 @@ def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[RefinedTable]) ->
 def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
     """Return the range of each size, in ascending order; the first range that covers a size applies.
 
-    A range is the size's octave; it ends at the geometric mean with the next size if that is smaller.
-    Operations without a size have the range of all sizes.
+    A range is the size's octave, or ends earlier at the geometric mean with the next size. Operations without
+    a size have the range of all sizes.
     """
     ordered = sorted(size for size in sizes if size is not None)
     if not ordered:

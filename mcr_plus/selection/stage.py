@@ -33,12 +33,12 @@ _CROSSOVER: Final = 64 * 1024
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
     "MPICH": "mpich_2ranks_1host.yaml",
-    "Intel MPI": "mpich_2ranks_1host.yaml",  # derived from MPICH; both choose our shared memory
+    "Intel MPI": "mpich_2ranks_1host.yaml",  # a derivative of MPICH; with both, our shared memory is chosen
 }
 
 
 def built_in_table(world: World) -> Table | None:
-    """Return the table shipped for two ranks on one host, by their MPI library; None for other jobs."""
+    """Return the built-in table for two ranks on one host and this MPI library; None for other jobs."""
     library = world.libraries.get("mpi", "")
     name = next((name for start, name in _BUILT_IN.items() if library.startswith(start)), None)
     if name is None or world.size != 2 or not world.single_host:
@@ -54,12 +54,12 @@ def _loaded(path: Path, digest: str) -> Table:  # noqa: ARG001 - a changed file 
 
 
 class SelectStage(Stage):
-    """Stage that chooses by the first of: the caller or a rule, the tuning table, the built-in preference.
+    """Stage that chooses a library. The caller or a rule comes first, then the table, then the preference.
 
     `Unsupported` is raised if the caller, a rule or the job's own table names a backend that does not support
     the operation. The built-in table and preference fall back to the next of the configuration's `backends`,
-    and `explain` shows the fallback. With `online`, the choice of a table or of the preference is compared
-    with its rivals while the job runs.
+    and `explain` shows the fallback. With `online`, a choice by a table or by the preference is compared with
+    rivals while the job runs.
     """
 
     Options = SelectOptions
@@ -134,7 +134,7 @@ class SelectStage(Stage):
     # -- selection --------------------------------------------------------------------------------
 
     def _choose(self, signature: Signature) -> tuple[str, str, TableRule | None]:
-        """Return the choice, the reason, and the table rule that determined the choice, if any."""
+        """Return the choice, the reason, and the table rule behind the choice, if any."""
         if names_no_algorithm(signature.backend):
             raise InvalidArgument(
                 f"backend {signature.backend!r} names no algorithm; expected name or name:algorithm"
@@ -250,7 +250,7 @@ class SelectStage(Stage):
     # -- explaining -------------------------------------------------------------------------------
 
     def _details(self, signature: Signature, chosen: str, rule: TableRule | None) -> dict[str, Any]:
-        """Return the table rule that applied, and each alternative with its expected time and why it lost."""
+        """Return the table rule that applied, and each alternative with expected time and disadvantage."""
         query = self._query(signature)
         measured = self._costs.choices(query) if self._costs is not None else []
         own = None if self._costs is None else self._costs.expected(chosen, query)
@@ -263,7 +263,7 @@ class SelectStage(Stage):
         }
 
     def _origin(self) -> dict[str, Any]:
-        """Return the differences between this job and the job on which its own table was measured."""
+        """Return the differences between this job and the job in which its table was measured."""
         table, world = self._table, self._context.world
         if table is None or not self._own:
             return {}
@@ -328,7 +328,7 @@ class SelectStage(Stage):
 
 
 def _all_the_same(rule: TableRule, name: str) -> str:
-    """Return the reason why a rule does not choose a candidate that was faster at one of its sizes."""
+    """Return the reason why a rule does not choose a candidate that was faster at one of the rule's sizes."""
     if rule.reason:
         return f"; reason of the rule: {rule.reason}"
     from mcr_plus.tables.table import CLEAR

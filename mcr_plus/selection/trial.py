@@ -1,4 +1,4 @@
-"""Trial for online refinement: rivals get a few of many calls of the job, until one candidate remains."""
+"""Trial for online refinement: rivals get a few of the job's calls until one candidate remains."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _GOLDEN: Final = 0x9E3779B9
 
 @dataclass
 class OnlineTrial(Trial):
-    """Trial of bounded cost and length; `candidates` are choices, `name` or `name:algorithm`.
+    """Trial with bounded cost and length; `candidates` are choices, `name` or `name:algorithm`.
 
     At most n × `TURN` / `BLOCK` of the first n calls, for every n, go to rivals of the current choice.
     A trial of k candidates ends within `BLOCK` + k × `ROUNDS` × (`TURNS` × (k - 1) × `BLOCK` + lag) calls.
 
     Attributes:
         rivals: indices of the candidates that are still tried.
-        former: indices of former choices; the trial ends if a former choice becomes the choice again.
+        former: indices of former choices. The trial ends if one of them becomes the choice again.
         rounds: exchanges since the choice changed.
-        medians: the last median of each candidate in seconds; of a former choice, from its time as the
+        medians: the last median of each candidate in seconds; for a former choice, measured while it was the
             choice.
     """
 
@@ -69,8 +69,8 @@ class OnlineTrial(Trial):
     def schedule(self) -> dict[int, Turn]:
         """Return the calls of this round that are timed or go to a rival, by number.
 
-        Their position in a block varies evenly, so that a periodic program (such as the layers of a step)
-        does not always give the same calls to the same candidate.
+        The position of such a call in a block varies evenly. Otherwise a periodic program (such as the layers
+        of a step) would always give the same calls to the same candidate.
         """
         turns: dict[int, Turn] = {}
         for block in range(0 if self.frozen else self._blocks):

@@ -1,8 +1,8 @@
-"""Areas of operations: intersections of rules' keys, and the rule that applies to an operation.
+"""Areas of operations (intersections of rules' keys), and the rule that applies to an operation.
 
 If keys of rules overlap, the order of the rules decides. An *area* is a key, or an intersection of several
-keys. Every operation has a narrowest area that covers it; a key covers the operation if it includes this
-area, so a look-up can be evaluated area by area.
+keys. Every operation has a narrowest area that covers it. A key covers the operation if it includes this
+area, so look-ups can be evaluated area by area.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Disjoint(Exception):
 def common_key(one: TableKey, other: TableKey) -> TableKey | None:
     """Return the key of the operations that both keys cover.
 
-    None if there are none, or if the keys count bytes differently and the number of ranks, which determines
-    the conversion, is open.
+    None if there are no such operations, or if the keys count bytes differently and leave open the number of
+    ranks, which determines the conversion.
     """
     common = _common(one, other)
     if common is None or one.basis == other.basis:
@@ -40,7 +40,7 @@ def common_key(one: TableKey, other: TableKey) -> TableKey | None:
 
 
 def overlap(one: TableKey, other: TableKey) -> bool:
-    """Return whether some operation is covered by both keys, however they count bytes."""
+    """Return whether both keys cover some operation, however they count bytes."""
     return _common(one, other) is not None
 
 
@@ -87,7 +87,7 @@ def _common_range(one: Range | None, other: Range | None) -> Range | None:
 
 
 def intersection(one: Range, other: Range) -> Range | None:
-    """Return the numbers in both ranges; None if there are none."""
+    """Return the numbers that are in both ranges; None without any."""
     ends = [end for end in (one.hi, other.hi) if end is not None]
     lo, hi = max(one.lo, other.lo), min(ends, default=None)
     return None if hi is not None and hi <= lo else Range(lo, hi)
@@ -109,7 +109,7 @@ def _comparable(key: TableKey) -> bool:
 
 
 def narrow_first(keys: Iterable[TableKey]) -> list[TableKey]:
-    """Sort keys so that none follows a key that includes it; kinds together, `*` last."""
+    """Sort keys so that no key follows a key that includes it; kinds stay together, `*` comes last."""
     ordered = list(keys)
     families = list(dict.fromkeys(_family(key.kind) for key in ordered))
     return sorted(ordered, key=lambda key: (key.kind == "*", families.index(_family(key.kind)), _width(key)))
@@ -137,7 +137,7 @@ def _width(key: TableKey) -> tuple[object, ...]:
 def areas(keys: Iterable[TableKey], where: str = "<rules>", limit: int = MAX_RULES) -> list[TableKey]:
     """Return the keys and all of their intersections, narrow ones first.
 
-    Raises `ConfigError`, which begins with `where`, if there are more than `limit`.
+    Raises `ConfigError`, which begins with `where`, for more than `limit` areas.
     """
     known = dict.fromkeys(keys)
     new = list(known)
@@ -170,9 +170,9 @@ class Piece(NamedTuple):
 
 
 def cover(rules: Iterable[TableRule], area: TableKey) -> list[Piece]:
-    """Return the rule for every size of the operations of an area: the first rule that includes it.
+    """Return, for every size of an area's operations, the first rule that includes the size.
 
-    The pieces are in order and cover all sizes. Rules whose bytes cannot be converted to the area's are
+    The pieces are in order and cover all sizes. Rules whose bytes cannot be converted to the area's basis are
     omitted, unless they apply to all sizes.
     """
     taken: list[Piece] = []
@@ -211,7 +211,7 @@ def _sizes_in(rule: TableRule, area: TableKey) -> Range | None:
 
 
 def by_choice(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join neighbours that make the same choice; each keeps its first rule."""
+    """Join neighbours with the same choice; the joined piece keeps the first rule."""
     joined: list[Piece] = []
     for piece in pieces:
         if joined and joined[-1].choice == piece.choice:
@@ -222,7 +222,7 @@ def by_choice(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def tile(rules: Sequence[TableRule], default: str, where: str) -> tuple[TableRule, ...]:
-    """Make the rules of a table from rules that may overlap and leave gaps: the first match wins.
+    """Make a table's rules from rules that may overlap and leave gaps; the first match wins.
 
     Sizes of a key without a rule go to `default`. Raises `ConfigError`, which begins with `where`, if the
     keys have too many intersections.
@@ -240,7 +240,7 @@ def tile(rules: Sequence[TableRule], default: str, where: str) -> tuple[TableRul
 def needed(
     rules: Sequence[TableRule], where: str, keep: frozenset[TableKey] = frozenset()
 ) -> list[TableRule]:
-    """Return the rules without keys whose removal changes no look-up; keys in `keep` always stay."""
+    """Return the rules without keys that change no look-up; keys in `keep` always stay."""
     keys = list(dict.fromkeys(rule.key for rule in rules))
     left = list(rules)
     known = areas(keys, where)

@@ -1,14 +1,15 @@
-"""Expected cost of operations: a table's measurements, interpolated and extrapolated over size.
+"""Expected cost of operations: interpolate and extrapolate a table's measurements over size.
 
     model = CostModel(table)
     model.expected("mpi", Query("all_reduce", 1 << 20))      # Estimate(us=105.2, figure="measured", …)
 
-A curve is made monotone (a larger message never costs less: pool adjacent violators, Barlow et al. 1972).
-Between measured sizes it is linear in bytes, which is exact for latency plus size over bandwidth (Hockney
-1994), or linear in logarithms if that is lower, since time may grow faster than size when messages outgrow a
-cache. Below the smallest size, the smallest size's time is an upper bound. Beyond the largest, the curve
-continues at the bandwidth of the last rising segment; without one, as with a single size, the largest size's
-time is a lower bound. These estimates are flagged. For numbers of ranks or nodes without rules in the table,
+Curves are made monotone, so that a larger message never costs less (pool adjacent violators, Barlow et al.
+1972). Between measured sizes it is linear in bytes, which is exact for latency plus size over bandwidth
+(Hockney 1994), or linear in logarithms if that is lower, since time may grow faster than size when messages
+outgrow a cache. Below the smallest size, the smallest size's time is an upper bound. Above the largest size,
+the curve continues with the bandwidth of the last rising segment; without such a segment (as with a single
+size), the largest size's time is a lower bound. These estimates are flagged. For numbers of ranks or nodes
+without rules in the table,
 estimates are flagged too: they use the times of the nearest numbers, scaled by the algorithm's formula
 (`scaling`) if the links are the same, and unscaled otherwise.
 """
@@ -38,8 +39,8 @@ class Estimate:
     """Expected microseconds of one operation, and the quality of this estimate.
 
     `figure`: "measured" at a measured size or between two; "extrapolated" along a slope, or from other
-    numbers of ranks or nodes; "at_most" below the smallest size, and "at_least" beyond the largest if the
-    slope is unknown: only `bound_us` was measured then, and `us` is an assumption for plans; "unknown" if the
+    numbers of ranks or nodes; "at_most" below the smallest size, and "at_least" above the largest size if the
+    slope is unknown: then only `bound_us` was measured, and `us` is an assumption for plans; "unknown" if the
     bound was measured on other numbers of ranks or nodes.
     """
 
@@ -58,7 +59,7 @@ class Estimate:
         return self.figure in {"measured", "extrapolated"}
 
     def from_elsewhere(self) -> Estimate:
-        """Return the same estimate for numbers of ranks or nodes that were not measured."""
+        """Return this estimate, marked for numbers of ranks or nodes that were not measured."""
         return Estimate(self.us, "extrapolated" if self.comparable else "unknown")
 
 
@@ -71,7 +72,7 @@ class TimeCurve:
 
     @classmethod
     def through(cls, points: Mapping[int, float]) -> TimeCurve:
-        """Return the curve of measured microseconds by bytes; needs at least one point."""
+        """Return the curve through measured microseconds by bytes, at least one point."""
         sizes = sorted(points)
         return cls(np.array(sizes, np.float64), isotonic(np.array([points[size] for size in sizes])))
 
@@ -99,7 +100,7 @@ class TimeCurve:
         return min(straight, math.exp(np.interp(math.log(nbytes), np.log(sizes), np.log(times))))
 
     def _slope_beyond(self) -> float | None:
-        """Return the microseconds per byte beyond the largest size, by the last rising segment; or None."""
+        """Return the microseconds per byte above the largest size, from the last rising segment; or None."""
         largest, time = self.sizes[-1], self.times[-1]
         below = np.flatnonzero(self.times < time)
         if len(below):
@@ -107,7 +108,7 @@ class TimeCurve:
         return None
 
     def _half_bandwidth(self) -> float:
-        """Return microseconds per byte, assuming that half of a single point's time is latency."""
+        """Return the microseconds per byte if half of a single point's time is latency."""
         return float(self.times[-1] / self.sizes[-1]) / 2 if self.sizes[-1] else 0.0
 
 
@@ -145,9 +146,9 @@ class CostModel:
         """Return the expected time of `query` by `choice` (`name` or `name:algorithm`).
 
         None without a measurement or without a size. If this number of ranks or nodes was not measured, the
-        nearest one is used, scaled if the formula of an algorithm applies; likewise for other dtypes.
-        Asynchronous and synchronous measurements do not replace each other: tables contain exposed times of
-        asynchronous operations, and whole times of synchronous ones.
+        nearest number is used, scaled if the formula of an algorithm applies; the same holds for dtypes.
+        Asynchronous and synchronous measurements do not replace each other: tables have exposed times of
+            asynchronous operations, and whole times of synchronous operations.
         """
         measured = [key for key, curves in self._curves.items() if choice in curves]
         exact = next((key for key in measured if key.covers(query)), None)
@@ -225,7 +226,7 @@ def _is_similar(key: TableKey, query: Query) -> bool:
 
 
 def _distance(key: TableKey, query: Query) -> tuple[float, ...]:
-    """Return the distance of a key's measurements from an operation, the most influential fact first."""
+    """Return the distance of a key's measurements from an operation, most influential property first."""
     return (
         _octaves(key.nodes, query.nodes),
         _octaves(key.ranks_per_node, query.ranks_per_node),

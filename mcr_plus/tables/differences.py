@@ -1,4 +1,4 @@
-"""Differences of two tables.
+"""Compare two tables.
 
     diff(load_table("monday.yaml"), load_table("tuesday.yaml"))     # a list of Change
 
@@ -24,9 +24,9 @@ class Change:
     """One difference between two tables: of the choices for `key` and `sizes`, or of a `fact`.
 
     `before` and `after` are choices (or values of the fact), None if a table has none. `only_in`: only this
-    table has the key; the other table's choice, if any, comes from its wider rules. `before_us` and
-    `after_us` are expected microseconds of one operation of `at` bytes, each from the measurements of its own
-    table; None without measurements around that size.
+    table has the key; the other table's choice, if any, comes from a wider key. `before_us` and `after_us`
+    are expected microseconds of one operation of `at` bytes, each from the measurements of its own table;
+    None without measurements around that size.
     """
 
     before: str | None
@@ -64,9 +64,9 @@ def _microseconds(time: float | None) -> str:
 def diff(a: Table, b: Table) -> list[Change]:
     """Return the different choices of two tables, keys that only one table has, and different facts.
 
-    Shadowed rules are not compared: tables with the same choice for every operation differ at most in keys.
-    If one table counts bytes per rank and the other in total, and the number of ranks is open, each rule is
-    compared with rules of its own basis.
+    Shadowed rules are not compared, so tables with the same choice for every operation differ at most in
+    keys. If one table counts bytes per rank and the other in total, and the number of ranks is open, each
+    rule is compared with rules of its own basis.
     """
     own = (a.by_key(), b.by_key())
     known = areas([*own[0], *own[1]], f"{a.name}, {b.name}")
@@ -87,7 +87,7 @@ def _only_in(
 
 
 def _implies(wide: Change, narrow: Change) -> bool:
-    """Return whether a change of a key implies the change of a part of it."""
+    """Return whether a change of a wide key implies the change of a narrow one."""
     assert wide.key is not None
     assert narrow.key is not None
     return (
@@ -114,7 +114,7 @@ def _changes(a: Table, b: Table, key: TableKey, only_in: Literal["first", "secon
 def _side_by_side(
     one: Sequence[Piece], other: Sequence[Piece]
 ) -> Iterator[tuple[Range, str | None, str | None]]:
-    """Split the sizes at the bounds of both, and yield each range with the choices of both."""
+    """Split the sizes at the bounds of both lists, and yield each range with both choices."""
     bounds = sorted({piece.sizes.lo for piece in (*one, *other)})
     for lo, hi in pairwise([*bounds, None]):
         assert lo is not None

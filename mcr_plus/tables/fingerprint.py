@@ -1,9 +1,9 @@
-"""Fingerprint of the job in which a table was measured, and its comparison with the running job.
+"""Make the fingerprint of a job, and compare a table's fingerprint with the running job.
 
 A fingerprint consists of named facts: versions (`mcr_plus`, `torch`, and each backend's library under the
 backend's name), the shape of the job (`ranks`, `nodes`, `ranks_per_node`) and the machine (`cpu`, `cores`,
-`gpu`). A table contains the facts of its measurement; a merged table may have several values of a fact. Only
-facts on both sides are compared.
+`gpu`). A table has the facts of its measurement; a merged table may have several values per fact. Only facts
+on both sides are compared.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def fingerprint_here(
         "nodes": str(nodes),
         "ranks_per_node": str(ranks_per_node),
         "cpu": cpu_name(),
-        "cores": str(os.cpu_count()),  # cores of the machine: launchers bind ranks to some of them
+        "cores": str(os.cpu_count()),  # cores of the machine, because launchers bind ranks to some of them
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
     return {name: (value,) for name, value in facts.items()}
 
 
 def differences(stated: Fingerprint, here: Fingerprint) -> list[str]:
-    """Return the different facts, one phrase each: `mpi: MPICH 5.0.2, measured with Open MPI 5.0.11`."""
+    """Describe each different fact: `mpi: MPICH 5.0.2, measured with Open MPI 5.0.11`."""
     return [
         f"{name}: {', '.join(here[name])}, measured with {' or '.join(values)}"
         for name, values in stated.items()

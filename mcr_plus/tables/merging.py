@@ -1,9 +1,9 @@
-"""Shrinking a table, and merging several tables.
+"""Shrink a table, and merge several tables.
 
     merge([load_table("two_ranks.yaml"), load_table("four_ranks.yaml")])
     shrink(load_table("long.yaml"))
 
-The first matching rule applies to an operation, so both put narrow keys before wide ones.
+The first matching rule applies to an operation, so both functions put narrow keys before wide keys.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def shrink(table: Table) -> Table:
     """Return a table with fewer rules and the same choice for every operation.
 
     Neighbouring rules of a key with the same choice become one, with the measurements of both. A key without
-    measurements is removed if other rules make the same choices for all of its operations. If rules of two
-    keys are interleaved and choose differently, only adjacent rules are joined.
+    measurements is removed if other rules make the same choices for all operations of the key. If rules of
+    two keys are interleaved and choose differently, only adjacent rules are joined.
     """
     rules = list(table.rules)
-    while (fewer := _shrunk(rules, table.name)) != rules:  # a removed key may have separated others
+    while (fewer := _shrunk(rules, table.name)) != rules:  # a removed key may have separated other keys
         rules = fewer
     return checked(replace(table, rules=tuple(rules)))
 
@@ -53,7 +53,7 @@ def _shrunk(rules: Sequence[TableRule], where: str) -> list[TableRule]:
 
 @dataclass(frozen=True)
 class _KeyRules:
-    """The rules of one key in one of several tables, with their positions there."""
+    """Rules of one key in one of several tables, with their positions in that table."""
 
     key: TableKey
     source: int
@@ -70,7 +70,7 @@ class _KeyRules:
         return self.key.basis, [(rule.lo, rule.hi, rule.backend) for rule in self.by_size()]
 
     def precedes(self, other: _KeyRules) -> bool:
-        """Return whether this group must come first in a table with both."""
+        """Return whether this group must come before `other` in a table."""
         if not overlap(self.key, other.key):
             return False
         narrower = other.key.includes(self.key) and not self.key.includes(other.key)
@@ -157,7 +157,7 @@ def merge(tables: Sequence[Table], *, prefer: Prefer | None = None) -> Table:
 
 
 def _scaled(table: Table, prints: Sequence[Fingerprint]) -> list[TableRule]:
-    """Return the rules of a table, with the facts in which it differs from other tables as keys."""
+    """Return the rules of a table; facts in which the table differs from other tables become keys."""
     own: dict[str, Range] = {}
     for name in SCALE:
         stated = table.fingerprint.get(name, ())
@@ -167,7 +167,7 @@ def _scaled(table: Table, prints: Sequence[Fingerprint]) -> list[TableRule]:
 
 
 def _restricted(key: TableKey, own: dict[str, Range]) -> TableKey:
-    """Return the key, with `own` for the numbers that it leaves open."""
+    """Return the key, with `own` for numbers that the key leaves open."""
     return TableKey(
         key.kind, key.dtype, key.ranks or own.get("ranks"), key.nodes or own.get("nodes"),
         key.ranks_per_node or own.get("ranks_per_node"), key.device, key.in_place, key.async_op, key.basis,
@@ -175,7 +175,7 @@ def _restricted(key: TableKey, own: dict[str, Range]) -> TableKey:
 
 
 def _add(groups: list[_KeyRules], new: Sequence[_KeyRules], prefer: Prefer | None) -> None:
-    """Add the groups of the next table to those of earlier ones."""
+    """Add the groups of the next table to the groups of earlier tables."""
     earlier = {replace(group.key, basis="total"): index for index, group in enumerate(groups)}
     for group in new:
         index = earlier.get(replace(group.key, basis="total"))

@@ -1,4 +1,4 @@
-"""Scaling of an operation's time with the number of ranks, by the algorithms' rounds of messages.
+"""Scale an operation's time with the number of ranks, by the rounds of messages in algorithms.
 
 An algorithm is a sequence of rounds, and a round takes a latency plus the transfer time of the bytes on the
 busiest link: α + bytes · β (Hockney 1994). From Thakur, Rabenseifner, Gropp 2005 and Chan et al. 2007, for n
@@ -12,8 +12,8 @@ ranks and s bytes, in the convention of `bytes` in tables:
     send, barrier    1 round of s;  log₂n rounds of 0 bytes
 
 `Stretched` needs neither α nor β. A measured time over size is the sum of the rounds at the measured number
-of ranks, which determines the time of a round over its bytes, and thus the times at other numbers of ranks.
-For times that are linear in size the result is equal to the formula's. Only the part of a time that a link's
+of ranks. This determines the time of a round over its bytes, and thus the times at other numbers of ranks.
+For times that are linear in size the result equals that of the formula. Only the part of a time that a link's
 rate explains changes with the rate.
 """
 
@@ -34,7 +34,7 @@ LinkClass = Literal["inside", "nic", "uplink"]
 
 
 class Placement(NamedTuple):
-    """Placement of a group's ranks: numbers of nodes and racks, and the most ranks in one of each."""
+    """Placement of a group's ranks: numbers of nodes and racks, and most ranks in a node and in a rack."""
 
     ranks: int
     nodes: int
@@ -44,7 +44,7 @@ class Placement(NamedTuple):
 
     @property
     def widest(self) -> LinkClass:
-        """The outermost class of links that messages of the group cross."""
+        """Outermost class of links that messages of the group cross."""
         return "uplink" if self.racks > 1 else "nic" if self.nodes > 1 else "inside"
 
 
@@ -52,7 +52,7 @@ class MessageRound(NamedTuple):
     """`times` equal rounds of messages.
 
     `loads`: bytes over the busiest link of each class in one round. `flows`: number of messages that share
-    this link.
+    that link.
     """
 
     times: float
@@ -61,7 +61,7 @@ class MessageRound(NamedTuple):
 
     @property
     def widest(self) -> LinkClass:
-        """The outermost class of links that its messages cross."""
+        """Outermost class of links that the messages cross."""
         return "uplink" if "uplink" in self.loads else "nic" if "nic" in self.loads else "inside"
 
 
@@ -72,7 +72,7 @@ Algorithm = Callable[[float, Placement, Shared], Rounds]
 
 
 def _ring(times: int) -> Algorithm:
-    """Return a ring in the order of ranks: each node and each rack sends to one neighbour."""
+    """Return a ring in rank order: each node and each rack sends to one neighbour."""
 
     def rounds(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
         return (_even(times * (at.ranks - 1), nbytes / at.ranks, at, dict.fromkeys(_classes(at), 1.0)),)
@@ -124,7 +124,7 @@ def _in_parts(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: 
 
 
 def _pairwise(nbytes: float, at: Placement, shared: Shared) -> Rounds:
-    """Return the rounds of a pairwise exchange, with mean loads: libraries have several in flight."""
+    """Return the rounds of a pairwise exchange, with mean loads, because several rounds are in flight."""
     others = at.ranks - 1
     if not others:
         return ()
@@ -156,11 +156,11 @@ def _from_one(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: 
 def _double_tree(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
     """Return the rounds of NCCL's double binary tree: two pipelined trees, each with half of the bytes.
 
-    It takes 2 log₂(nodes) messages between nodes ("Massively Scale Your Deep Learning Training with NCCL
-    2.4", NVIDIA 2019), and 2 (ranks of a node - 1) in the chain inside each node; its bytes on the busiest
-    link are those of a ring, at 0.92 of its bandwidth (`ncclTopoTuneModel` in NCCL's src/graph/tuning.cc, by
-    which NCCL chooses between ring and tree). For measured times, whose algorithm is not recorded, the factor
-    0.92 cancels.
+    The longest path has 2 log₂(nodes) messages between nodes ("Massively Scale Your Deep Learning Training
+    with NCCL 2.4", NVIDIA 2019), and 2 (ranks of a node - 1) in the chain inside each node; the bytes on the
+    busiest link are the same as with a ring, at 0.92 of the ring's bandwidth (`ncclTopoTuneModel` in NCCL's
+    src/graph/tuning.cc, by which NCCL chooses between ring and tree). For measured times (their algorithm is
+    not recorded), the factor 0.92 cancels.
     """
     if at.ranks < 2:
         return ()
@@ -200,7 +200,7 @@ def _log2(number: int) -> int:
 
 
 def _algorithms_of(row: Collective) -> Mapping[str, Algorithm]:
-    """Return the algorithms that libraries have for a kind, by the parts that ranks send and receive."""
+    """Return the algorithms of libraries for a kind, by the parts that ranks send and receive."""
     match row.sends, row.receives:
         case "none", "none":
             return {"dissemination": _dissemination}
@@ -233,7 +233,7 @@ _HAS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 def algorithms(kind: str, library: str) -> list[Algorithm]:
     """Return the algorithms of a library (`name` or `name:algorithm`) for a kind of operation; may be empty.
 
-    Of the algorithms that `library` may name, only rings, doubling and trees have a formula.
+    Of the algorithms in `library`, only rings, doubling and trees have a formula.
     """
     name, _, chosen = library.partition(":")
     kind = plain_kind(kind)
@@ -244,7 +244,7 @@ def algorithms(kind: str, library: str) -> list[Algorithm]:
 
 
 class Medium(NamedTuple):
-    """The known properties of links: bytes per second and seconds by class, and sharing within a node."""
+    """Known properties of links: bytes per second and latency (s) by class, and sharing within a node."""
 
     rates: Mapping[LinkClass, float]
     latencies: Mapping[LinkClass, float]
@@ -292,7 +292,7 @@ class Stretched:
         late = sum(each.times * self.before.latency(each) for each in unit) / count
 
         def lasting(load: float) -> float:
-            """Return the measured seconds of a round with `load` bytes over its busiest link."""
+            """Return the measured seconds of a round with `load` bytes over the busiest link."""
             return self.measured(load / per_byte if per_byte else 0.0) / count
 
         total = 0.0
@@ -308,7 +308,7 @@ class Stretched:
     ) -> float:
         """Return the seconds in which the bytes of a round cross a link.
 
-        A measured time is the sum of the link's part, which depends on its rate, and the ranks' part; over a
+        A measured time is the sum of the link's part, which depends on the rate, and the ranks' part; over a
         slower link, both overlap. `lasting`: seconds of a round over bytes.
         """
         before, after = self.before.rates.get(link), self.after.rates.get(name)
@@ -333,7 +333,7 @@ def crossing(round: MessageRound, medium: Medium) -> float:
 def assumed(
     algorithm: Algorithm, nbytes: float, to: Placement, medium: Medium, overhead: float = 0.0
 ) -> float | None:
-    """Return the seconds computed from latency and bandwidth of links; None if a link's are unknown.
+    """Return the seconds computed from latency and bandwidth of links; None if those of a link are unknown.
 
     `overhead`: additional seconds of each round.
     """

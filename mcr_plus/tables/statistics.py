@@ -1,4 +1,4 @@
-"""Statistics of repeated timings: medians, their confidence, and bandwidths."""
+"""Statistics of repeated timings: medians, confidence intervals, and bandwidths."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Timing:
 
 @cache
 def confidence_rank(count: int) -> int:
-    """Return the index (0: smallest) of the sorted sample that bounds the median's 95 % interval from below.
+    """Return the index of the sorted sample (0: smallest) that bounds the median's 95 % interval below.
 
     The sample at the same distance from the largest one is the upper bound. The index follows from the
     binomial distribution, for any distribution of the samples (Conover 1999, section 3.2). With fewer than 6
-    samples it is 0, the whole range, which encloses the median less often.
+    samples it is 0 (the whole range), which encloses the median with lower probability.
     """
     rank, outside = 0, 1
     while 2 * (outside := outside + comb(count, rank + 1)) <= (1 - CONFIDENCE) * 2**count:

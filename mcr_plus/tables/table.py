@@ -1,4 +1,4 @@
-"""Tuning tables: the backend for each kind and size of operation, with the measurements behind the choice.
+"""Tuning tables: the backend for each kind and size of operation, with the underlying measurements.
 
     version: 1
     fingerprint: {mpi: Open MPI 5.0.11, torch: 2.13.0, ranks: 2, nodes: 1}
@@ -13,20 +13,20 @@
       - {kind: all_reduce, bytes: 64KiB.., backend: gloo}
       - {kind: "*", bytes: 0.., backend: gloo}      # all other kinds
 
-`bytes` is half-open: `0..64KiB` ends before 64 KiB, `64KiB..` has no end. It counts in the convention of
-nccl-tests, the larger of a rank's input and output; with `basis: per_rank` it counts the bytes that one rank
-contributes to another, so that one rule can apply to several numbers of ranks. Optional keys narrow a rule:
-`dtype` (a name such as float32), `ranks`, `nodes` and `ranks_per_node` (a number, or a range such as ">=8"),
-`device` (cpu or cuda), `in_place` and `async` (true or false). `backend` may name an algorithm of the
-backend, `name:algorithm`. In a fingerprint, versions of two numbers need quotes: YAML reads 2.10 as 2.1.
+`bytes` is half-open: `0..64KiB` ends before 64 KiB, `64KiB..` has no end. Bytes are counted as in nccl-tests
+(the larger of a rank's input and output); with `basis: per_rank`, as the bytes that one rank contributes to
+another, so that one rule can apply to several numbers of ranks. Optional keys narrow a rule: `dtype` (a name
+such as float32), `ranks`, `nodes` and `ranks_per_node` (a number, or a range such as ">=8"), `device` (cpu or
+cuda), `in_place` and `async` (true or false). `backend` may name an algorithm of the backend,
+`name:algorithm`. In a fingerprint, versions of two numbers need quotes: YAML reads 2.10 as 2.1.
 
 Rules that share all of these keys must cover all sizes once: a gap or an overlap is an error. Rules are tried
-in the order of the file and the first match wins, so narrow ones come first; an unreachable rule is an error.
-A kind covers its vector form (`all_gather` covers `all_gather_v`); vector operations have no common size on
-all ranks and use the rule without an end, unless the select stage has a size for them (`vector_size`). `send`
-covers both ends of a message, synchronous or not. `backend: built-in` leaves operations to the built-in
-preference, as `tune` does for sizes far from the measured ones. `reason` is one line of text, which `explain`
-shows if the measurements favour another choice.
+in the order of the file, and the first match wins, so narrow rules come first; an unreachable rule is an
+error. A kind covers its vector form (`all_gather` covers `all_gather_v`); vector operations have no common
+size on all ranks and use the rule without an end, unless the select stage has a size for them
+(`vector_size`). `send` covers both ends of a message, synchronous or not. `backend: built-in` leaves
+operations to the built-in preference, as `tune` does for sizes far from the measured ones. `reason` is one
+line of text, which `explain` shows if the measurements favour another choice.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ Curves = Mapping[str, Mapping[int, float]]
 
 
 class Query(NamedTuple):
-    """The properties of an operation that rules can match; equal on all ranks of its group.
+    """Properties of an operation that rules can match; equal on all ranks of the group.
 
     `nbytes` is None if sizes differ between ranks. `ranks_per_node` is the largest number of the group's
     ranks on one host.
@@ -104,7 +104,7 @@ class Query(NamedTuple):
     async_op: bool = False
 
     def size(self, basis: Basis) -> int | None:
-        """Return the bytes in this basis; the vector form of a kind counts like the kind."""
+        """Return the bytes in this basis; the vector form of a kind is counted like the kind."""
         if self.nbytes is None or basis == "total" or self.kind.removesuffix("_v") not in SHARED:
             return self.nbytes
         return self.nbytes // self.ranks
@@ -112,7 +112,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class TableKey:
-    """The common keys of rules that together cover all sizes; None matches everything."""
+    """Common keys of rules that together cover all sizes; None matches everything."""
 
     kind: str
     dtype: str | None = None
@@ -155,7 +155,7 @@ class TableKey:
         return self.in_place if self.kind == "*" else self.kind in IN_PLACE
 
     def __str__(self) -> str:
-        """Return the key as in error texts: `all_reduce float32 ranks 2..3 on cpu`."""
+        """Return the key as shown in errors: `all_reduce float32 ranks 2..3 on cpu`."""
         numbers = {"ranks": self.ranks, "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
         flags = {"in_place": self.in_place, "async": self.async_op}
         parts = (
@@ -181,7 +181,7 @@ def _includes(outer: Range | None, inner: Range | None) -> bool:
 
 @dataclass(frozen=True)
 class TableRule:
-    """One entry of a table: operations of `lo` up to, not including, `hi` bytes go to `backend`.
+    """One entry of a table: `backend` for operations from `lo` bytes up to, not including, `hi` bytes.
 
     `backend` is `name`, `name:algorithm` or `BUILT_IN`. `measured` has the measurements in this range, both
     ends included, of the chosen backend and of others. `reason`: one line of text for a choice that the
@@ -202,30 +202,30 @@ class TableRule:
         return Range(self.lo, self.hi)
 
     def measured_to(self, nbytes: int | None) -> int | None:
-        """Return the largest measured size if `nbytes` is beyond the reach of measurements; else None."""
+        """Return the largest measured size if `nbytes` is too large for the measurements; otherwise None."""
         largest = max((size for curve in self.measured.values() for size in curve), default=0)
         return largest if largest and nbytes is not None and nbytes > REACH * largest else None
 
     def advantage(self, other: str) -> float | None:
         """Return the time of `other` divided by the time of the rule's choice.
 
-        The result is the geometric mean over the sizes of the rule at which both were measured; None without
-        such a size.
+        The result is the geometric mean over the rule's sizes at which both were measured; None without such
+        a size.
         """
         own, rival = self.measured.get(self.backend, {}), self.measured.get(other, {})
         ratios = [rival[size] / own[size] for size in own if size in rival and self.sizes.covers(size)]
         return geometric_mean(ratios) if ratios else None
 
     def span(self) -> str:
-        """Return the range as in files and error texts: `0..64KiB`."""
+        """Return the range as written in files and errors: `0..64KiB`."""
         return format_span(self.lo, self.hi)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A checked table; `name` is its file.
+    """A checked table; `name` is the file.
 
-    `strict`: a job that differs from the fingerprint refuses the table, instead of a warning.
+    `strict`: a job that differs from the fingerprint refuses the table; otherwise it logs a warning.
     """
 
     rules: tuple[TableRule, ...]
@@ -272,7 +272,7 @@ def _table(document: Document) -> Table:
     count = mistakes.collect(lambda: _count(document), 0)
     checked = [mistakes.collect(partial(_rule, document, ("rules", index)), None) for index in range(count)]
     rules = tuple(rule for rule in checked if rule is not None)
-    if len(rules) == count:  # otherwise the wrong rule would also be reported as a gap
+    if len(rules) == count:  # otherwise an invalid rule would also be reported as a gap
         mistakes.collect(lambda: _check_tiling(rules, document), None)
         mistakes.collect(lambda: _check_reachable(rules, document), None)
     fingerprint = mistakes.collect(lambda: _fingerprint(document), {})
@@ -375,7 +375,7 @@ def _rule(document: Document, keys: Keys) -> TableRule:
 
 
 def contradiction(key: TableKey, sizes: Range) -> tuple[str, str] | None:
-    """Return the field that prevents a rule from matching any operation, and an error text; or None."""
+    """Return a field because of which a rule matches no operation, and an error text; or None."""
     if key.in_place not in (None, key.works_in_place()):
         works = "always works" if key.works_in_place() else "never works"
         return "in_place", f"{key.kind} {works} in place, so the rule matches no operation"
@@ -457,7 +457,7 @@ def _gap(key: TableKey, lo: int, hi: int | None) -> str:
 
 
 def _check_reachable(rules: Sequence[TableRule], document: Document) -> None:
-    """Refuse a rule whose sizes all go to earlier rules with keys that include its own."""
+    """Refuse a rule if earlier rules, with keys that include its key, cover all of its sizes."""
     by_key = _indices(rules)
     for key, indices in by_key.items():
         wider = [i for other in by_key if other != key and other.includes(key) for i in by_key[other]]

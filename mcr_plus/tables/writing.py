@@ -1,4 +1,4 @@
-"""Writing of table files: one line for every fact, so that `diff` shows each difference as a line."""
+"""Write table files with one line per fact, so that `diff` shows each difference as a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIGITS = 4  # significant digits of a measured time
 
 
 def table_text(table: Table, *, comment: Sequence[str] = ()) -> str:
-    """Return the YAML text of a table; `parse_table` returns an equal table, with times of four digits.
+    """Return the YAML text of a table; `parse_table` gives an equal table, with times rounded to four digits.
 
     `comment`: lines above the table.
     """
@@ -33,9 +33,9 @@ def checked(table: Table) -> Table:
 
 
 def save_table(table: Table, path: str | Path, *, comment: Sequence[str] = ()) -> None:
-    """Write a table file atomically: the old file stays until the new one is complete.
+    """Write a table file atomically: the old file is kept until the new one is complete.
 
-    Raises `ConfigError` if it cannot be written.
+    Raises `ConfigError` if the file cannot be written.
     """
     target = Path(path)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -90,7 +90,7 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def _plain(values: Sequence[str]) -> list[str | int]:
-    """Return the values, as ints if all are whole numbers, which need no quotes and read as equal text."""
+    """Return the values, as ints if all are integers that need no quotes and are read back as equal text."""
     whole = all(v.isdecimal() and v.isascii() and str(int(v)) == v for v in values)
     return [int(value) if whole else value for value in values]
 
@@ -133,7 +133,7 @@ def _counts(value: Range) -> str | int:
 
 
 def _yaml(value: str | int | bool | list[str | int]) -> str:
-    """Return a value as YAML in one line, in quotes only if YAML needs them."""
+    """Return a value as one line of YAML, in quotes only if necessary."""
     odd = not all(str(item).isprintable() for item in (value if isinstance(value, list) else [value]))
     import yaml  # imported here: most jobs write no table
 

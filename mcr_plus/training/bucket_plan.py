@@ -86,9 +86,9 @@ def _payloads(
 def all_reduce_cost(
     comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str, *, dense: bool = False
 ) -> Cost:
-    """Return the expected seconds of an all_reduce as a function of its bytes, up to `nbytes`.
+    """Return the expected time of an all_reduce, in seconds, as a function of its bytes, up to `nbytes`.
 
-    The seconds are the tuning table's for a synchronous operation of the pipeline, plus the overhead of
+    The time is the tuning table's time for a synchronous operation of the pipeline, plus the overhead of
     issuing it. `dense`: without the pipeline's codec. Raises `ConfigError` if the table has no times for it.
     """
     steps = max(2, 2 * int(np.ceil(np.log2(max(nbytes, 1024) / 512))))
@@ -128,7 +128,8 @@ def first_waiting(buckets: Sequence[Sequence[int]], seen: Sequence[int]) -> tupl
     """Return the first bucket that is ready before its predecessor, and the gradient that it waits for.
 
     `buckets`: indices of gradients, in the order of sending. `seen`: indices in the order in which gradients
-    become ready; other gradients follow at its end. Returns (number of the bucket, index), or None.
+    become ready; gradients that are not listed become ready last. Returns (number of the bucket, index), or
+    None.
     """
     place = {index: at for at, index in enumerate(seen)}
     last = [max(members, key=lambda index: place.get(index, len(seen))) for members in buckets]

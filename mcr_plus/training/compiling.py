@@ -1,4 +1,4 @@
-"""`mcr.compile` compiles a model in parts, so that communication overlaps with computation."""
+"""Compile a model in parts, so that communication overlaps with computation (`mcr.compile`)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def compile(  # noqa: A001 - as in torch
 ) -> ModelT:
     """Compile a model with `torch.compile`, cut into parts so that gradients become ready part by part.
 
-    Works in place, like `model.compile()`, and returns the same model; names in its `state_dict()` stay.
-    Copies and pickles of the model are not compiled. `mcr.wrap` may be called before or after; compiling a
-    second time replaces the first.
+    Works in place, like `model.compile()`, and returns the same model; the names in its `state_dict()` do not
+    change. Copies and pickles of the model are not compiled. `mcr.wrap` may be called before or after;
+    compiling a second time replaces the first.
 
     Args:
         model: any module. Its forward pass may have graph breaks and checkpoints.
@@ -47,7 +47,7 @@ def compile(  # noqa: A001 - as in torch
               codecs that keep state; "none" without `mcr.wrap` and on a single rank. The choice is not
               part of `mcr.state_dict()`.
 
-            A cut after which no gradient becomes ready is left out. Without gradients (evaluation), the graph
+            A cut is omitted if no gradient becomes ready after it. Without gradients (evaluation), the graph
             is compiled as a whole.
         backend: the compiler of each part, a name or a callable as in `torch.compile`.
         dynamic, fullgraph: as in `torch.compile`.

@@ -20,7 +20,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class AveragedOptimizer:
-    """Averaging of the gradients of one optimizer's parameters, see `DistributedOptimizer`."""
+    """Averages the gradients of one optimizer's parameters, see `DistributedOptimizer`."""
 
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
         self.named = named
@@ -58,7 +58,7 @@ class AveragedOptimizer:
 
 
 class _Guard:
-    """Check of other optimizers' steps while parameters averaged by a `DistributedOptimizer` exist."""
+    """Checks the steps of other optimizers while a `DistributedOptimizer` averages gradients."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

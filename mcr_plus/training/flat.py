@@ -2,8 +2,8 @@
 
 With `dispatch: {failover: true}` a bucket has three tensors, used in turn, so that nothing is copied: a pass
 reads its gradients from one tensor and writes the means to the next. A rank that has the means of a pass may
-start the next pass while other ranks still lack them. It cannot start the pass after that, which begins only
-once all ranks have taken part in the next one. So gradients stay intact as long as a rank may need them.
+start the next pass while other ranks still lack them. It cannot start the pass after the next before all
+ranks have taken part in the next one. So gradients stay intact as long as a rank may need them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class _WatchedOptimizer(NamedTuple):
 
 _watched: weakref.WeakKeyDictionary[object, _WatchedOptimizer] = weakref.WeakKeyDictionary()
 _Owners = weakref.WeakKeyDictionary[Any, list[torch.Tensor]]
-# Per optimizer: its number of parameters when it was compared with the models, and the owners it trains, with
-# the parameters of each.
+# For each optimizer: number of parameters at its last comparison with the models, and the owners of its
+# parameters, with the parameters of each owner.
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, _Owners]]
 _known = weakref.WeakKeyDictionary()
 
@@ -29,8 +29,9 @@ _known = weakref.WeakKeyDictionary()
 def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], before: Before) -> None:
     """Call `before` ahead of each step of an optimizer of these parameters, while `owner` lives.
 
-    `before` receives `owner`, the optimizer, whether this is the optimizer's first such step or its number of
-    parameters has changed, and whether the step has a closure. Modules and parameters are held weakly.
+    `before` receives `owner`, the optimizer, and two flags. The first says that this is the optimizer's first
+    such step, or that its number of parameters has changed; the second, that the step has a closure. Modules
+    and parameters are held weakly.
     """
     if isinstance(of, torch.nn.Module):
         _watched[owner] = _WatchedOptimizer(partial(_parameters, weakref.ref(of)), before)
@@ -74,7 +75,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for owner, params in list(owners.items()):
         if any(param.requires_grad for param in params):  # may be frozen for this step
             _watched[owner].before(owner, optimizer, is_new, has_closure(args, kwargs))
-    if is_new:  # only after the hooks: a refused step may be tried again
+    if is_new:  # after the hooks, because a refused step may be tried again
         _known[optimizer] = count, owners
 
 

@@ -36,11 +36,11 @@ def fsdp(
     where NAME is the module's name in the model. The model's groups must have the backend `mcr`. Call this
     function with the same arguments on all ranks, after `fully_shard`; a later call replaces an earlier one.
 
-    On the CPU, prefetched parameters and gradients travel while the passes compute. The backward pass
-    prefetches by itself; in the forward pass the program calls torch's `set_modules_to_forward_prefetch`.
-    Gradients are complete when `backward()` returns; gradients of at most two modules are in flight. If ranks
-    have gradients for different parameters of a module, the reduction raises `OrderMismatch`, which names the
-    parameters of both ranks; torch would average them.
+    On the CPU, transfers of prefetched parameters and of gradients overlap with computation. The backward
+    pass prefetches by itself; in the forward pass the program calls torch's
+    `set_modules_to_forward_prefetch`. Gradients are complete when `backward()` returns; at most two modules'
+    gradients are in flight. If ranks have gradients for different parameters of a module, the reduction
+    raises `OrderMismatch`, which names the parameters of both ranks; torch would average them.
 
     Raises:
         InvalidArgument: no module of the model is sharded by `fully_shard`, or another existing model has the

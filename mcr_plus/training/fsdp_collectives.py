@@ -1,9 +1,9 @@
-"""FSDP2's collectives as set by `mcr.fsdp`: all_gather of parameters, reduce_scatter of gradients.
+"""Collectives that `mcr.fsdp` installs in FSDP2: all_gather of parameters, reduce_scatter of gradients.
 
 FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has none: both are asynchronous:
 
-- FSDP2 waits for the handle of a gather, if there is one, when a module uses the parameters: prefetched
-  parameters travel while the previous module computes.
+- FSDP2 waits for the handle of a gather, if there is one, when a module uses the parameters. So the gather of
+  prefetched parameters overlaps with the previous module's computation.
 - FSDP2 has no handle for a reduction, but reads a gradient only after the backward pass, with the
   exceptions in `_may_be_late`. A reduction is completed after the next one has been started, and the last
   one at the end of the pass (decision 43).
@@ -34,7 +34,7 @@ _REDUCED: Final = "fsdp_params"  # parameter of FSDP2's foreach_reduce: the para
 
 
 class _Collective:
-    """Base class of both collectives: their module, memory, and options."""
+    """Base class of both collectives, with the module, memory and options of each."""
 
     def __init__(self, module: nn.Module, compress: Any, tag: str) -> None:
         self._module = weakref.ref(module)  # weak: the module refers to this object
@@ -171,10 +171,10 @@ class ReduceScatter(_Collective):
     def _subset(self, reduced: Sequence[Any]) -> str | None:
         """Return the names of the reduced parameters; None if they are all parameters of the module.
 
-        FSDP2 reduces the parameters that have gradients. Ranks whose passes took different branches, or that
-        froze different parameters, may have gradients of the same size for different parameters, and would
-        average them. Names in the signature make the ranks' operations differ. `reduced`: read from the
-        calling frame, as FSDP2 does not pass it on; empty if `sees_reduced` is false.
+        FSDP2 reduces the parameters that have gradients. Ranks that took different branches, or froze
+        different parameters, may have gradients of the same size for different parameters. They would average
+        these gradients; names in the signature turn this into a mismatch. `reduced`: read from the calling
+        frame, as FSDP2 does not pass it on; empty if `sees_reduced` is false.
         """
         shards = _param_groups(self._module())
         names = [str(getattr(param, "_param_fqn", None)) for param in reduced]
@@ -235,7 +235,7 @@ def sees_reduced() -> bool:
 
 
 def checked_group(group: Any) -> McrProcessGroup:
-    """Return the group of a model's shards.
+    """Return the process group over which a model is sharded.
 
     Raises:
         Unsupported: the group has another backend.

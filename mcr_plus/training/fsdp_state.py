@@ -1,4 +1,4 @@
-"""`mcr.fsdp_state` rebuilds the state of a sharded model after lost ranks, from the remaining shards."""
+"""Rebuild the state of a sharded model from the remaining shards after ranks are lost (`mcr.fsdp_state`)."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ class _RankShards(NamedTuple):
 def fsdp_state(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None = None, *, step: int = 0
 ) -> dict[str, Any]:
-    """Rebuild the state of an FSDP2 model after lost ranks, from the shards that are left.
+    """Rebuild the state of an FSDP2 model from the remaining shards after ranks are lost.
 
     Collective over all remaining ranks, after `mcr.shrink_group` or `reconfigure`. With hybrid sharding,
-    every replica of the model has a copy of each shard, so a shard is lost only with all ranks that have a
-    copy. Without replicas, a shard is lost with its rank. The process groups of the old model no longer exist
-    in either case: build the model anew, shard it over a mesh of the remaining ranks, and load the
-    state with torch's `set_model_state_dict` and `set_optimizer_state_dict`.
+    every replica of the model has a copy of each shard, so a shard survives if any of its ranks does. Without
+    replicas, a shard is lost with its rank. The process groups of the old model no longer exist in either
+    case: build a new model, shard it over a mesh of the remaining ranks, and load the state with torch's
+    `set_model_state_dict` and `set_optimizer_state_dict`.
 
     Args:
         model: sharded by `fully_shard`; its passes may have failed. None on a rank without a part of it,
             such as a newcomer.
         optimizer: the optimizer of the model's parameters, on all ranks with a model or on none.
-        step: number of optimizer steps that this rank has completed. A loss may keep some ranks from the last
-            step; then the latest step is used for which all shards are left.
+        step: number of optimizer steps that this rank has completed. If some ranks have not completed the
+            last step, the latest step with a full set of shards is used.
 
     Returns `model` and `optimizer`, as torch's `get_model_state_dict` and `get_optimizer_state_dict` do with
     full tensors on the CPU (`optimizer` is None without one), and `step`. All ranks get all of it.
@@ -159,7 +159,7 @@ def _clean(name: str) -> str:
 
 
 def _sources(answers: Sequence[_RankShards]) -> tuple[int, dict[_ShardPiece, int]]:
-    """Return the latest complete step, and the first rank that has each of its pieces."""
+    """Return the latest complete step and, for each of its pieces, the first rank that has the piece."""
     problem = "no rank that is left has a part of the model"
     for step in sorted({had.step for had in answers if had.step >= 0}, reverse=True):
         sources: dict[_ShardPiece, int] = {}

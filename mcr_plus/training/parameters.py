@@ -1,4 +1,4 @@
-"""Selection of the parameters whose gradients are averaged, and a check that they are equal on all ranks."""
+"""Select the parameters whose gradients are averaged, and check that all ranks have the same ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def broadcast_parameters(
 
     Args:
         params: pairs of a name and a tensor, or a mapping; shapes, dtypes and order are equal on all ranks.
-            Values other than tensors are ignored. A module stands for its `state_dict()`.
+            Values other than tensors are ignored. For a module, its `state_dict()` is used.
         root_rank: a rank of the whole job.
         group: the participating ranks; None is the whole job.
 
@@ -63,7 +63,7 @@ def broadcast_parameters(
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters that are averaged; a shared parameter is listed once."""
+    """Return the parameters whose gradients are averaged; a shared parameter is listed once."""
     return [
         (name, param)
         for name, param in model.named_parameters()

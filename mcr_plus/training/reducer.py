@@ -6,8 +6,8 @@ all buckets. So `param.grad` is the mean over ranks when `backward()` returns.
 
 The first pass uses buckets in reverse order of the parameters. The order in which the gradients of rank 0
 became ready is then broadcast, and determines the buckets from then on (as in DDP; Li et al., VLDB 2020).
-With `fuse: {plan: exact}` rank 0 also measures when gradients become ready, and a few passes later plans the
-buckets with the earliest end of the last all_reduce. For `plan: auto`, see `auto_plan`.
+With `fuse: {plan: exact}` rank 0 also measures when gradients become ready, and plans the buckets a few
+passes later, so that the last all_reduce ends as early as possible. For `plan: auto`, see `auto_plan`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def reducer_of(param: torch.nn.Parameter) -> Reducer | None:
 
 
 class Reducer:
-    """Averaging of the gradients of some parameters over the ranks of `comm`, in every backward pass.
+    """Averages the gradients of some parameters over the ranks of `comm` in every backward pass.
 
     All ranks pass the same parameters in the same order. After a backward pass that raised with some
     gradients ready, `recover` sends the remaining buckets and a failure flag, so that the peers raise instead
     of waiting for this rank.
 
-    Operations are issued in a separate group: a rank that lacks the gradient of a parameter sends its bucket
+    Operations are issued in a separate group. A rank without a gradient for some parameter sends that bucket
     late, which must not change the order of the program's own operations. `branch`: its name, or None.
     """
 
@@ -175,7 +175,7 @@ class Reducer:
             self._complete(failed=True)
 
     def use(self, call: CompiledCall) -> None:
-        """Start choosing the cuts of a compiled model by measured times, if `call.is_auto`."""
+        """Begin trials of the cuts of a compiled model, if `call.is_auto`."""
         if not call.is_auto or not self._slots or self.comm.size == 1:
             return
         if self._is_given or self._costs is not None or any(slot.policy.keeps for slot in self._slots):
@@ -204,7 +204,7 @@ class Reducer:
 
     @property
     def _gap(self) -> int:
-        """Return the alignment of gradients in a bucket, in bytes: no codec block may hold two gradients."""
+        """Return the alignment of gradients in bytes, which keeps gradients in separate codec blocks."""
         itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
         return math.lcm(_ALIGNMENT, self._alignment * itemsize)
 
@@ -480,7 +480,7 @@ class Reducer:
             )  # fmt: skip
 
     def _take_turns(self, auto: AutoPlan, ready: dict[int, float], whole: bool) -> None:
-        """Record a pass for `plan: auto`, and arrange the buckets that it wants in the next pass."""
+        """Record a pass for `plan: auto`, and arrange the buckets that it selects for the next pass."""
         if whole:
             sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
         else:

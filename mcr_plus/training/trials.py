@@ -1,8 +1,8 @@
 """Trials of plans in this process; among trials that share a rank, only one runs at a time.
 
-A trial times whole steps, and plans that change in another model would distort its times. So a trial begins
-only after a pass in which no rank of its group had another trial running. The groups of trials may differ,
-so ranks agree on this in the operation that ends every pass.
+A trial times whole steps, which plans that change in another model would distort. So a trial begins only
+after a pass in which no rank of its group had another trial running. Different trials may have different
+groups, so ranks agree on this in the operation that ends every pass.
 """
 
 from __future__ import annotations

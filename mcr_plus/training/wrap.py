@@ -1,4 +1,4 @@
-"""`mcr.wrap`: data parallel training in one line."""
+"""Data parallel training in one line (`mcr.wrap`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _wrapped: weakref.WeakKeyDictionary[torch.nn.Module, _Wrapped] = weakref.WeakKey
 
 
 class _Inert:
-    """Replacement of a wrapped model's hooks in a pickle."""
+    """Placeholder for a wrapped model's hooks in a pickle."""
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """Do nothing: the copy is not wrapped."""
@@ -81,7 +81,7 @@ class _Wrapped(_Inert):
                 self.use(model._compiled_call_impl)
 
     def use(self, call: CompiledCall) -> None:
-        """Use the hook of a compiled model instead of the forward hook, which cannot be part of a graph."""
+        """Use the hook of a compiled model; a forward hook cannot be part of a compiled graph."""
         self.is_compiled = True
         call.before = self.begin_forward
         self.reducer.use(call)
@@ -197,8 +197,8 @@ def wrap(
     first wrapping: do so on all ranks after adding, removing, freezing or unfreezing parameters.
 
     The pipeline's fuse stage sets the bucket sizes, by default 25 MiB and 1 MiB for the first. All ranks
-    must run the same forward and backward passes. A parameter has one wrapping, or one
-    `DistributedOptimizer`: a later one replaces it.
+    must run the same forward and backward passes. A parameter has one wrapping or `DistributedOptimizer`: a
+    later one replaces an earlier one.
 
     A backward pass that raises after its first gradient is an error on all ranks. A pass that raises earlier,
     or that only one rank skips, is not detected: the rank's next pass is matched with its peers' current
@@ -211,10 +211,10 @@ def wrap(
 
     Raises:
         InvalidArgument: `model` or `optimizer` has another type, the optimizer has no parameter of the model,
-            a parameter of a lazy module has no shape yet, or ranks have different parameters. At the next
-            forward pass, or `step()` of any optimizer of these parameters: parameters were added,
-            replaced, unfrozen or removed meanwhile, or (at `step()` of this optimizer) frozen; or, at
-            `step()`, all gradients come from passes in `no_sync`.
+            a parameter of a lazy module has no shape yet, or ranks have different parameters. Raised by the
+            next forward pass, or by `step()` of any optimizer of these parameters: parameters were added,
+            replaced, unfrozen or removed, or (`step()` of this optimizer only) frozen. Raised by `step()`:
+            all gradients come from passes in `no_sync`.
         Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`).
 
     Example:
@@ -299,7 +299,7 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
         assert model.weight.grad.unique().tolist() == [1.0]  # the mean of 0 + 0 and 1 + 1 on two ranks
         ```
     """
-    # Either may have been wrapped: a model, or the result of torch.compile.
+    # `wrap` may have received the model itself, or the result of torch.compile.
     wrapped = _wrapped.get(model) or _wrapped.get(getattr(model, "_orig_mod", model))
     if wrapped is None:
         raise InvalidArgument("model: mcr.wrap has not been called on it")

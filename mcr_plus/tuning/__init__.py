@@ -1,1 +1,1 @@
-"""Measuring operations: for tuning tables (`mcr-plus tune`) and for people (`mcr-plus bench`)."""
+"""Measure operations, for tuning tables (`mcr-plus tune`) and for people (`mcr-plus bench`)."""

@@ -1,4 +1,4 @@
-"""Algorithms in tables: the candidates of `tune`, their sizes, and the files that a table needs."""
+"""Algorithms in tables: candidates of `tune`, the sizes they support, and the files that a table needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcr_plus.tuning.plan import TableRequest
 
 
 def compared(candidates: Sequence[str], kind: Kind, ranks: int) -> tuple[str, ...]:
-    """Return the algorithms of a kind to compare: a backend's proposals, or the named algorithm."""
+    """Return the algorithms to compare for a kind: a backend's proposals, or the named algorithm."""
     algorithms = []
     for candidate in candidates:
         name, _, named = candidate.partition(":")
@@ -37,8 +37,8 @@ def spans(algorithms: Mapping[Kind, Sequence[str]]) -> dict[str, Range]:
 def check_sizes(request: TableRequest) -> None:
     """Raise `Unsupported` if the rules of a kind would have gaps.
 
-    A gap is a size that no candidate supports, or the vector form: rules cover it, but no algorithm supports
-    it.
+    A gap is a size that no candidate supports. The vector form is a gap too, since rules cover it but no
+    algorithm supports it.
     """
     for kind in request.kinds:
         algorithms = request.algorithms.get(kind, ())
@@ -68,7 +68,7 @@ def needed(table: Table, paths: Iterable[str]) -> list[str]:
 
 
 def left_out(request: TableRequest, paths: Iterable[str]) -> list[str]:
-    """Return a line for every algorithm file that is not compared, with its operation."""
+    """Return a line for every algorithm file that is not compared, with the file's operation."""
     candidates = [candidate for kind in request.kinds for candidate in request.algorithms.get(kind, ())]
     used = {
         candidate.partition(":")[2] for candidate in candidates if request.spans.get(candidate) != Range(0, 0)

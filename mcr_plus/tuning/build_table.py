@@ -1,8 +1,8 @@
-"""Construction of a table from samples: the winner at each size, with few changes between sizes.
+"""Build a table from samples: the winner at each size, with few changes between sizes.
 
 For every kind, dynamic programming chooses a candidate for each size: it minimises the sum of the logarithms
-of the times, plus a price for every change. A change pays only if it saves more than the price, so that noise
-does not cause changes, and at no size is the choice slower than the best by more than the price allows.
+of the times, plus a price for every change. So a change pays only if it saves more than the price, and noise
+does not cause changes. At no size is the choice slower than the best candidate by more than the price.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mcr_plus.tuning.operations import BenchCase
 from mcr_plus.tuning.plan import TableRequest, by_size, nonsense
 
 _CHANGE: Final = log(1.05)  # a change must save more than this, over all sizes of its range
-_UNPROVEN: Final = 0.2  # weight of a difference within the confidence intervals
+_UNPROVEN: Final = 0.2  # weight of a difference inside the confidence intervals
 _BITS: Final = 5
-_FAR: Final = 32  # ratio of neighbouring sizes that are too far apart; the first sizes measured are closer
+_FAR: Final = 32  # ratio of sizes that are too far apart to interpolate; the first sizes are closer
 _LATENCY: Final = 1024  # bytes
 
 Timings = Mapping[int, Mapping[str, Timing]]
@@ -35,15 +35,15 @@ Timings = Mapping[int, Mapping[str, Timing]]
 def build_table(
     request: TableRequest, samples: Sequence[Sample], fingerprint: Fingerprint, nodes: int
 ) -> Table:
-    """Return the table for `request.ranks` ranks on `nodes` hosts from all samples of the request's
-    libraries.
+    """Return the table for `request.ranks` ranks on `nodes` hosts, from samples of the request's libraries.
 
-    Kinds and sizes of earlier runs are kept. Rules of further dtypes come first and name their dtype; those
-    of the first dtype apply to all others. Asynchronous operations have their own rules if they were
-    measured, by exposed time if available. Impossible times are left out. A rule never covers a size that its
-    candidate does not support, or one far from the measured sizes: the built-in preference decides these.
-    Vector operations have their own rules, because they have no size and no algorithm supports them; a kind
-    without a library for them gets no vector rules. Raises `Unsupported` if no sample has a correct result.
+    Kinds and sizes of earlier runs are kept. Rules of further dtypes come first and name the dtype; rules of
+    the first dtype apply to all others. Asynchronous operations have their own rules if they were measured,
+    by exposed time if available. Impossible times are left out. A rule never covers a size that its candidate
+    does not support, or a size far from the measured sizes: there the built-in preference decides. Vector
+        operations have their own rules, because they have no size and no algorithm supports them. A kind
+        whose vector form no library supports gets no vector rules. Raises `Unsupported` if no sample has a
+        correct result.
     """
     rules: list[TableRule] = []
     samples = request.relevant(samples)
@@ -77,7 +77,7 @@ def _why_none(samples: Sequence[Sample]) -> str:
 
 
 def _manners(samples: Sequence[Sample], like: BenchCase) -> list[tuple[bool | None, Timings]]:
-    """Return (async_op of the rules, timings) of both kinds of operations; None is for both."""
+    """Return (async_op, timings) for synchronous and asynchronous operations; None stands for both."""
     waited = _sensible(by_size(samples, like, overlap=False))
     later = BenchCase(like.kind, 0, like.dtype, async_op=True)
     exposed = by_size(samples, later, overlap=True) or _sensible(by_size(samples, later, overlap=False))
@@ -100,7 +100,7 @@ def _sensible(timings: Timings) -> Timings:
 
 
 def _without_end(rules: Sequence[TableRule]) -> list[TableRule]:
-    """Extend the last choice to all sizes: operations without a size use the choice of the largest one."""
+    """Extend the last choice to all sizes: operations without a size use the choice of the largest size."""
     return [*rules[:-2], replace(rules[-2], hi=None)] if rules[-1].backend == BUILT_IN else [*rules]
 
 
@@ -109,7 +109,7 @@ def _names_algorithm(candidate: str) -> bool:
 
 
 def _libraries_of(timings: Timings) -> Timings:
-    """Return the timings of libraries, without algorithms and without sizes measured only for algorithms."""
+    """Return the timings of libraries only, without sizes that were measured for algorithms only."""
     plain = {
         size: {
             candidate: timing for candidate, timing in by_candidate.items() if not _names_algorithm(candidate)
@@ -141,7 +141,7 @@ def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[
 
 
 def _reason(rule: TableRule) -> str:
-    """Return why a rule does not follow the medians of its sizes; '' if it does."""
+    """Return the reason why a rule does not follow the medians of its sizes; '' if it does."""
     if all(
         (rule.advantage(candidate) or CLEAR) >= CLEAR
         for candidate in rule.measured
@@ -164,7 +164,7 @@ def _stretches(timings: Timings) -> list[Timings]:
 
 
 def _reach(key: TableKey, timings: Timings, *, first: bool) -> Range:
-    """Return the sizes that the measured ones represent; below a small one latency dominates."""
+    """Return the sizes that the measured sizes represent; below a small size, latency dominates."""
     if key.kind == "barrier":
         return Range(0)
     least, most = min(timings), max(timings)
@@ -211,7 +211,7 @@ def _change(
 
 
 def _fastest(candidates: Sequence[str], timings: Timings, span: Range) -> str:
-    """Return the best candidate at the measured sizes of a range, or else at the adjacent sizes."""
+    """Return the best candidate at the measured sizes in a range; without any, at the adjacent sizes."""
     sizes = [size for size in timings if span.covers(size)] or _beside(timings, span)
     return min(candidates, key=lambda candidate: sum(log(_of(timings[size], candidate)) for size in sizes))
 
@@ -219,8 +219,8 @@ def _fastest(candidates: Sequence[str], timings: Timings, span: Range) -> str:
 def justified(timings: Mapping[str, Timing]) -> dict[str, float]:
     """Return the significant part of each candidate's slowdown relative to the best, for `choose`.
 
-    Only the gap between confidence intervals counts in full. A difference within them counts for little: it
-    decides only where it is the same over several sizes.
+    Only the gap between confidence intervals counts in full. A difference inside them counts little, and
+    decides only if it is the same over several sizes.
     """
     best = min(timings.values(), key=lambda timing: timing.p50)
     return {
@@ -230,7 +230,7 @@ def justified(timings: Mapping[str, Timing]) -> dict[str, float]:
 
 
 def choose(times: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the candidate for each size: least sum of log times plus a price for every change of candidate.
+    """Return the candidate for each size that minimises the sum of log times and prices of changes.
 
     `times`: by candidate, in any unit.
     """
@@ -248,9 +248,9 @@ def choose(times: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def crossover(timings: Timings, low: int, high: int, before: str, after: str) -> int:
-    """Return the size in (low, high] at which `after` becomes as fast as `before`: lines in log-log.
+    """Return the size in (low, high] at which `after` becomes as fast as `before`, by log-log interpolation.
 
-    The result is rounded to five binary digits, since the times are not known more exactly.
+    The result is rounded to five binary digits, because the times are not more precise.
     """
     gains = [log(_of(timings[size], before) / _of(timings[size], after)) for size in (low, high)]
     if gains[0] >= 0 or gains[1] <= 0:  # the choice follows neighbouring sizes
@@ -263,7 +263,7 @@ def crossover(timings: Timings, low: int, high: int, before: str, after: str) ->
 
 
 def _of(timings: Mapping[str, Timing], candidate: str) -> float:
-    """Return the time of a candidate; without one, twice the slowest candidate's time."""
+    """Return the time of a candidate; if it has none, twice the slowest candidate's time."""
     return (
         timings[candidate].p50 if candidate in timings else 2 * max(timing.p50 for timing in timings.values())
     )
@@ -277,7 +277,7 @@ def _beside(timings: Timings, span: Range) -> list[int]:
 
 
 def _measured(timings: Timings, low: int, high: int | None) -> dict[str, dict[int, float]]:
-    """Return the medians by candidate and size in a range, and at the next size on either side."""
+    """Return medians by candidate and size, in a range and at the next size on either side."""
     span = Range(low, high)
     curves: dict[str, dict[int, float]] = {}
     for size in sorted([*(size for size in timings if span.covers(size)), *_beside(timings, span)]):

@@ -1,4 +1,4 @@
-"""Warnings about a machine that is too busy to measure on, and about figures that scatter."""
+"""Warn if a machine is too busy for measurements, or results vary too much."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OFTEN: Final = 0.2  # share of the samples
 
 
 def used_share() -> float:
-    """Return the share of this host's processor time in use while the caller sleeps; 0 if it is unknown."""
+    """Return the share of this host's processor time that is in use while the caller sleeps; 0 if unknown."""
     before = _ticks()
     time.sleep(_SAMPLE_S)
     used, total = (after - start for after, start in zip(_ticks(), before, strict=True))
@@ -25,7 +25,7 @@ def used_share() -> float:
 
 
 def _ticks() -> tuple[int, int]:
-    """Return (used, all) clock ticks of all processors since the machine was started."""
+    """Return (used, total) clock ticks of all processors since boot."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:

@@ -1,12 +1,12 @@
-"""Timing of all candidates for one operation, in turns, until the winner is clear.
+"""Time all candidates for one operation in turns, until the winner is clear.
 
-A turn begins with a barrier and runs one candidate a number of times; its result is the time per call of the
+A turn begins with a barrier and runs one candidate several times; the result is the time per call of the
 slowest rank. The order of candidates is random in each round, so that a slowdown of the machine affects all
-of them, and none always follows the same other one. Decisions (to stop, to drop a slow candidate) depend on
-exchanged numbers, so all ranks decide alike.
+candidates, and no candidate always follows the same other one. Decisions (to stop, to drop a slow candidate)
+depend on exchanged numbers, so they are the same on all ranks.
 
-With overlap, a rank starts an asynchronous operation, computes for about the operation's length, and then
-waits for the operation. The result is the exposed time: the time beyond the computation's.
+With overlap, a rank starts an asynchronous operation, computes for about as long as the operation takes, and
+then waits for it. The result is the exposed time, i.e. the time in excess of the computation.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from mcr_plus.errors import McrError, Unsupported
 from mcr_plus.tables.statistics import Timing
 from mcr_plus.tuning.operations import BenchCase, Call, OpUnderTest
 
-_TURN_US: Final = 300.0  # a turn lasts at least this long: timer and barrier are then noise
-_CALLS: Final = 1024  # most calls in one turn
+_TURN_US: Final = 300.0  # minimum length of a turn, which makes timer and barrier negligible
+_CALLS: Final = 1024  # maximum number of calls in a turn
 _HOPELESS: Final = 8.0  # a candidate this many times slower than the best is not worth many turns
-_LEAST_US: Final = 0.05  # less exposed time than this is within the resolution
+_LEAST_US: Final = 0.05  # less exposed time cannot be resolved
 _COMPUTE_US: Final = (5.0, 5000.0)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The limits of measuring a case: `seconds`, `most` turns, or medians known to `precision`.
+    """Limits on measuring a case: `seconds`, `most` turns, or medians known to `precision`.
 
-    Precision is evaluated after `least` turns. At least one turn runs in any case.
+    Precision is evaluated after `least` turns. At least one turn is always run.
     """
 
     least: int = 9
@@ -47,7 +47,7 @@ class Effort:
 
 @dataclass
 class CaseOutcome:
-    """The result for one case: timings by candidate, and the reason why a candidate has none."""
+    """Result for one case: timings by candidate, or the reason why a candidate has none."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
@@ -56,8 +56,8 @@ class CaseOutcome:
 class Meter:
     """Measures cases on the ranks of `control`; all methods are collective.
 
-    `control` is used for the messages of the meter itself. The candidates run on a communicator of the same
-    ranks made by `open_group`; after a failed operation, a new one is made.
+    The meter sends its own messages on `control`. Candidates run on another communicator of the same ranks,
+    made by `open_group`, and replaced after a failed operation.
     """
 
     def __init__(self, open_group: Callable[[], Communicator], control: Communicator, effort: Effort) -> None:
@@ -81,7 +81,7 @@ class Meter:
         return outcome
 
     def _problem(self, op: OpUnderTest, candidate: str) -> str | None:
-        """Return the problem of a candidate on any rank (a wrong result, `Unsupported`); else None."""
+        """Return the problem of a candidate on any rank (wrong result, `Unsupported`); None without one."""
         broken = False
         try:
             mine = op.verify(candidate)
@@ -127,7 +127,7 @@ class Meter:
             outcome.timings[candidate] = Timing.of(values)
 
     def _collect(self, repeats: Mapping[str, int], calls: Mapping[str, Call]) -> dict[str, list[float]]:
-        """Run turns until all promising candidates are known precisely; return microseconds by candidate."""
+        """Run turns until medians of promising candidates are precise; return microseconds by candidate."""
         effort = self._effort
         times: dict[str, list[float]] = {candidate: [] for candidate in calls}
         going = list(calls)
@@ -155,7 +155,7 @@ class Meter:
     def _turn(self, call: Call, repeats: int) -> float:
         """Return the microseconds per call on this rank."""
         if repeats > 1:
-            call()  # the previous turn left caches and threads in another state
+            call()  # warm-up: the previous turn changed the state of caches and threads
         self._control.barrier()
         began = time.perf_counter()
         for _ in range(repeats):
@@ -168,7 +168,7 @@ class Meter:
         return [float(value) for value in values]
 
     def _computation(self, us: float) -> tuple[Call, float]:
-        """Return a computation of about `us` microseconds, the same on all ranks, and its microseconds."""
+        """Return a computation of about `us` microseconds, the same on all ranks, and its real duration."""
         values, factor = torch.zeros(2048, device="cpu"), torch.ones(2048, device="cpu")
 
         def step() -> None:

@@ -1,7 +1,7 @@
-"""Samples of `tune`, and the file that holds them.
+"""Samples of `tune`, and the file in which they are stored.
 
-The file has one JSON document per line: first the fingerprint of the job, then one line per sample, written
-as soon as it is known, so that a run that was interrupted or has used up its budget can be continued.
+The file has one JSON document per line: first the fingerprint of the job, then the samples. A sample is
+written as soon as it is known, so that a run can continue after an interruption or the end of its budget.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _MOST_BYTES: Final = 1 << 28
 
 @dataclass(frozen=True)
 class Sample:
-    """The timing of a case by one candidate; `timing` is None if the candidate was excluded for `problem`.
+    """Timing of a case with one candidate; `timing` is None if `problem` excluded the candidate.
 
-    `overlap`: an asynchronous operation's exposed time beside a computation, instead of its whole time.
+    `overlap`: the timing is the exposed time of an asynchronous operation beside a computation, not the whole
+    time.
     """
 
     case: BenchCase
@@ -57,7 +58,7 @@ class Sample:
 def median_of_repeats(samples: Iterable[Sample]) -> list[Sample]:
     """Return one sample for each candidate of each case: the sample with the median p50.
 
-    Of an even number it is the lower of the two in the middle, because disturbances only add time.
+    Of an even number of samples it is the lower of the two in the middle, because disturbances only add time.
     """
     apart: dict[tuple[BenchCase, str, bool], list[Sample]] = {}
     for sample in samples:
@@ -73,12 +74,12 @@ def _middle(samples: Sequence[Sample]) -> Sample:
 
 
 class MeasurementFile:
-    """The samples of one tuning run on disk. Rank 0 only."""
+    """Samples of one tuning run on disk. Used on rank 0 only."""
 
     def __init__(self, path: Path, fingerprint: Fingerprint, *, fresh: bool) -> None:
         """Open `path`, keeping its samples unless `fresh`.
 
-        Raises `ConfigError` if it cannot be read or written, or has another fingerprint.
+        Raises `ConfigError` if the file cannot be read or written, or has another fingerprint.
         """
         self.samples: list[Sample] = []
         self._path = path
@@ -88,7 +89,7 @@ class MeasurementFile:
                 raise ConfigError(f"{path}: expected a regular file")
             if not fresh and path.exists():
                 self.samples = _read(path, fingerprint)
-            # Replaced atomically, so that an interrupted run cannot lose samples of earlier ones.
+            # The file is replaced atomically, so that an interrupted run cannot lose samples of earlier runs.
             draft = path.with_name(f"{path.name}.{os.getpid()}")
             documents = [head, *(sample.document() for sample in self.samples)]
             draft.write_text("".join(f"{json.dumps(each)}\n" for each in documents))

@@ -1,9 +1,9 @@
-"""One operation of one size that can be run, timed and verified.
+"""Operation of one size that can be run, timed and verified.
 
 An `OpUnderTest` owns the tensors of one case (kind, bytes, dtype) on this rank. All candidates work on the
-same tensors, so that none of them has a warmer cache. Timed calls move zeros, which repeated sums do not
-change. Verification moves small integers that differ by rank and position, for which every dtype is exact,
-and compares the result with the one that NumPy computes in 64-bit integers.
+same tensors, so that no candidate has a warmer cache. Timed calls move zeros, which repeated sums do not
+change. Verification moves small integers, which differ by rank and position and are exact in every dtype, and
+compares the result with NumPy's result in 64-bit integers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MODULUS: Final = 5
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One case to measure: `kind` of `nbytes` of `dtype` (a name), synchronous or not, with a tag."""
+    """Case to measure: `kind`, `nbytes`, `dtype` (a name), synchronous or asynchronous, and tag."""
 
     kind: Kind
     nbytes: int
@@ -56,7 +56,7 @@ def whole_size(kind: str, nbytes: int, dtype: str, ranks: int) -> int:
 
 
 class OpUnderTest:
-    """The tensors of a case on this rank, and the calls that work on them."""
+    """Tensors of a case on this rank, and the calls that use them."""
 
     def __init__(self, comm: Communicator, case: BenchCase) -> None:
         self._comm, self._case = comm, case
@@ -81,7 +81,7 @@ class OpUnderTest:
         return lambda: cast("Work", start()).wait()
 
     def start(self, candidate: str) -> Call:
-        """Return a call as `call` does, but without waiting: an asynchronous operation returns its handle."""
+        """Return a call like `call`, but without waiting: an asynchronous operation returns its handle."""
         if candidate == TORCH:
             return self._torch()
         backend = None if candidate == TUNED else candidate
@@ -109,7 +109,7 @@ class OpUnderTest:
         return (*tensors, root) if row.rooted else tensors
 
     def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
-        """Return an exchange with the neighbour, there and back; a no-op on a last rank without one."""
+        """Return a round trip with the neighbour; a no-op on the last rank if it has no neighbour."""
         rank = self._comm.rank
         peer = rank ^ 1
         if peer >= self._comm.size:
@@ -131,7 +131,7 @@ class OpUnderTest:
     # -- verification -----------------------------------------------------------------------------
 
     def verify(self, candidate: str) -> str | None:
-        """Run the operation once on known values; return the problem of a wrong result, else None.
+        """Run the operation once on known values; return the problem of a wrong result, otherwise None.
 
         Collective. The tensors are zeros afterwards. Errors of the library propagate.
         """
@@ -158,7 +158,7 @@ class OpUnderTest:
         return (np.arange(length, dtype=np.int64) * 7 + rank * 3 + np.arange(length) // 11) % modulus
 
     def _expected(self) -> _Integers | None:
-        """Return the values that `target` must have on this rank; None if they are undefined or unknown."""
+        """Return the required values of `target` on this rank; None if undefined or unknown."""
         kind, rank, size = self._case.kind, self._comm.rank, self._comm.size
         given = [self._values(other, self.source.numel()) for other in range(size)]
         mine = slice(rank * self.target.numel(), (rank + 1) * self.target.numel())

@@ -1,4 +1,4 @@
-"""Estimates the time of measurements, corrected by the measurements of this run."""
+"""Estimate the duration of measurements, corrected by the measurements of this run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Final
 from mcr_plus.tuning.measurements import Sample
 from mcr_plus.tuning.plan import TableRequest, Task, next_task, rough_grid
 
-_OVERHEAD_S: Final = 0.05  # per task, in addition to its turns: agreement, warm-up
+_OVERHEAD_S: Final = 0.05  # per task, in addition to the turns: agreement, warm-up
 _S_PER_BYTE: Final = 1e-8  # per candidate and rank: mostly verification
-_LEAST_S: Final = 0.05  # least time of turns; less is noise on a shared host
-_SHARE: Final = 0.5  # share of the turns in the time of a task of the first sizes
+_LEAST_S: Final = 0.05  # minimum time of turns; less is noise on a shared host
+_SHARE: Final = 0.5  # share of turns in the time of a task at the first sizes
 
 
 class Pace:
-    """Expected times of tasks, and the rest of a budget, all in seconds.
+    """Expected times of tasks, and the remaining budget, all in seconds.
 
-    `sampling`: the limit of the turns of a task. `budget`: None for no limit.
+    `sampling`: the time limit for the turns of a task. `budget`: None for no limit.
     """
 
     def __init__(self, request: TableRequest, sampling: float, budget: float | None) -> None:
@@ -31,13 +31,13 @@ class Pace:
 
     @property
     def left(self) -> float:
-        """Return the rest of the budget."""
+        """Return the remaining budget."""
         if self._budget is None:
             return math.inf
         return self._budget - (time.monotonic() - self._began)
 
     def next_task(self, samples: Sequence[Sample]) -> Task | None:
-        """Return the next task that fits into the budget; the first of a run need not fit."""
+        """Return the next task that fits into the budget; the first task of a run need not fit."""
         fitting = next_task(self._request, samples, left=self.left, expected=self.expected)
         return fitting if fitting or self._ratios else next_task(self._request, samples)
 
@@ -62,7 +62,7 @@ def _octaves(one: int, other: int) -> float:
 def sampling_seconds(
     request: TableRequest, samples: Sequence[Sample], budget: float | None, most: float
 ) -> float:
-    """Return the time for the turns of a task: less than `most` if the budget would not cover all sizes."""
+    """Return the time for the turns of a task: `most`, or less if the budget would not cover all sizes."""
     tasks = chain.from_iterable(rough_grid(request).values())
     rough = len(unmeasured(tasks, samples))
     if budget is None or not rough:
@@ -73,7 +73,7 @@ def sampling_seconds(
 def left_out_sizes(
     request: TableRequest, samples: Sequence[Sample], expected: Callable[[Task], float]
 ) -> list[tuple[int, int, int, float]]:
-    """Return (size, missing tasks, all tasks, seconds of the missing ones) for incomplete first sizes."""
+    """Return (size, missing tasks, all tasks, seconds for missing tasks) for incomplete first sizes."""
     missing = {size: (unmeasured(tasks, samples), len(tasks)) for size, tasks in rough_grid(request).items()}
     return [
         (size, len(left), every, sum(map(expected, left))) for size, (left, every) in missing.items() if left

@@ -1,12 +1,10 @@
-"""The order of measurements: a coarse grid, all sizes, unclear ones again, and sizes where the winner
-changes.
+"""Order of measurements: a coarse grid, all sizes, unclear sizes again, sizes where the winner changes.
 
-Whole times of asynchronous operations whose exposed time is measured come last, since no rule uses them.
-
-The functions are pure: they compute the next task from the samples, so that a run can stop and continue
-anywhere and always has a table. The sizes of one stage are measured over all kinds in the order smallest,
-largest, then the middles between, so that a small budget covers the whole range. First sizes for which the
-budget allows all kinds come first, and no task is started that does not fit into the budget. An
+If the exposed time of an asynchronous operation is measured, the whole time comes last, since no rule uses
+it. The functions are pure: they compute the next task from the samples, so a run can stop and continue
+anywhere and always has a table. In each stage, all kinds are measured at the smallest size, then at the
+largest, then at the middles between, so that a small budget covers the whole range. Among first sizes, those
+come first for which the budget allows all kinds. A task that does not fit into the budget is not started. An
 impossible time is measured again immediately.
 """
 
@@ -27,17 +25,17 @@ from mcr_plus.tuning.operations import BenchCase, whole_size
 
 _SHARE: Final = 0.5  # share of the remaining budget for one size over all kinds
 _COARSE: Final = 4  # the first stage measures every fourth power of two
-_DOUBT: Final = 1.5  # times as long as a larger size: most likely disturbed
-_NONSENSE: Final = 8  # times as long as a larger size: useless
+_DOUBT: Final = 1.5  # ratio to the time at a larger size: most likely disturbed
+_NONSENSE: Final = 8  # ratio to the time at a larger size: useless
 _DISTURBED: Final = 5  # limit of measurements of a disturbed size: the median counts
 _CONTESTED: Final = 3  # limit of measurements of a size without a clear winner
-_CLOSE: Final = 1.3  # ratio of sizes with different winners below which none is measured between them
+_CLOSE: Final = 1.3  # at a smaller ratio of sizes with different winners, no size between them is measured
 _TIE: Final = 1.03  # a smaller ratio of times is a tie
 
 
 @dataclass(frozen=True)
 class Task:
-    """A case to measure; `overlap`: its exposed time beside a computation."""
+    """A case to measure; `overlap`: measure the exposed time beside a computation."""
 
     case: BenchCase
     overlap: bool = False
@@ -47,8 +45,8 @@ class Task:
 class TableRequest:
     """The operations that a table must cover. Sizes are in bytes, both ends included.
 
-    `libraries`: candidates for all kinds; `algorithms`: further candidates of a kind, `library:algorithm`;
-    `spans`: the sizes that a candidate supports, if not all.
+    `libraries`: candidates for all kinds. `algorithms`: further candidates of a kind, `library:algorithm`.
+    `spans`: sizes that a candidate supports, if not all.
     """
 
     kinds: tuple[Kind, ...]
@@ -72,17 +70,17 @@ class TableRequest:
         return candidate not in self.spans or self.spans[candidate].covers(nbytes)
 
     def manners(self, kind: Kind) -> list[tuple[bool, bool]]:
-        """Return (async_op, overlap) of the manners that the rules of a kind use; messages have one."""
+        """Return (async_op, overlap) for each kind of timing that a kind's rules use; messages have one."""
         if kind == "send" or not self.asynchronous:
             return [(False, False)]
         return [(False, False), (True, self.overlap)]
 
     def further(self, kind: Kind) -> list[tuple[bool, bool]]:
-        """Return (async_op, overlap) of the manners that are measured although no rule uses them."""
+        """Return (async_op, overlap) for timings that are measured although no rule uses them."""
         return [(True, False)] if (True, True) in self.manners(kind) else []
 
     def relevant(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Return the samples of this request's candidates and manners, of all kinds and sizes."""
+        """Return the samples of this request's candidates and kinds of timing, for all kinds and sizes."""
         return [
             sample
             for sample in samples
@@ -102,12 +100,12 @@ def next_task(
 ) -> Task | None:
     """Return the first task that has not been done, or must be repeated; None if there is none.
 
-    Without `further`, only tasks that rules use are considered: None if the table is complete. `left`: the
-    seconds left in the budget; tasks that are `expected` to take longer are skipped.
+    Without `further`, only tasks that rules use are considered, so None means that the table is complete.
+    `left`: the seconds left in the budget; tasks that are `expected` to take longer are skipped.
     """
     samples = request.relevant(samples)
     counts = Counter((Task(sample.case, sample.overlap), sample.candidate) for sample in samples)
-    # If an earlier run lacked a library, all candidates are measured again at its sizes, in turns.
+    # If an earlier run lacked a library, all candidates are measured again in turns at the sizes of that run.
     done = {
         task: min(counts[task, candidate] for candidate in request.candidates_for(task.case))
         for task, _ in counts
@@ -121,7 +119,7 @@ def next_task(
 
 
 def coverage(request: TableRequest, samples: Iterable[Sample]) -> tuple[int, int]:
-    """Return (measured, all) combinations of operation, manner and size that every table has."""
+    """Return the numbers of (measured, all) tasks that every table has."""
     planned = set(whole_grid(request))
     return len(planned & {Task(sample.case, sample.overlap) for sample in samples}), len(planned)
 
@@ -133,7 +131,7 @@ def whole_grid(request: TableRequest) -> list[Task]:
 
 
 def rough_grid(request: TableRequest) -> dict[int, list[Task]]:
-    """Return the tasks of the first sizes that every table has, by size in ascending order."""
+    """Return the tasks at the first sizes, which every table has, by ascending size."""
     return {size: list(_of_size(request, size, request.manners)) for size in _rough_sizes(request)}
 
 
@@ -193,7 +191,7 @@ def _powers(request: TableRequest) -> list[int]:
 def _curves(
     request: TableRequest, samples: Sequence[Sample]
 ) -> Iterator[tuple[Task, dict[int, dict[str, Timing]]]]:
-    """Yield the timings of each operation by size; the size of the task itself is 0."""
+    """Yield the timings of each operation by size; the task has size 0."""
     apart: dict[Task, list[Sample]] = {}
     for sample in samples:
         apart.setdefault(Task(replace(sample.case, nbytes=0), sample.overlap), []).append(sample)
@@ -205,7 +203,7 @@ def _curves(
 
 
 def _doubtful(request: TableRequest, samples: Sequence[Sample]) -> Iterator[tuple[Task, int]]:
-    """Yield disturbed and contested tasks, and the limit of their measurements."""
+    """Yield disturbed and contested tasks, each with the limit of its measurements."""
     for like, timings in _curves(request, samples):
         sizes = sorted(timings)
         for low, high in pairwise(sizes):
@@ -217,7 +215,7 @@ def _doubtful(request: TableRequest, samples: Sequence[Sample]) -> Iterator[tupl
 
 
 def _absurd(request: TableRequest, samples: Sequence[Sample]) -> Iterator[Task]:
-    """Yield impossible times of the latest operation; earlier ones have been repeated already."""
+    """Yield tasks with impossible times for the latest operation; earlier ones have already been repeated."""
     if not samples or samples[-1].overlap:  # exposed time need not grow with the size
         return
     case = samples[-1].case
@@ -229,7 +227,7 @@ def _absurd(request: TableRequest, samples: Sequence[Sample]) -> Iterator[Task]:
 
 
 def nonsense(timings: Mapping[int, Mapping[str, Timing]]) -> dict[int, list[str]]:
-    """Return, by size, the candidates that took many times longer than at a larger size; whole times only."""
+    """Return, by size, candidates that took many times longer than at a larger size; whole times only."""
     least: dict[str, float] = {}
     odd: dict[int, list[str]] = {}
     for size in sorted(timings, reverse=True):
@@ -273,7 +271,7 @@ def _refinements(request: TableRequest, samples: Sequence[Sample]) -> Iterator[T
 
 
 def by_size(samples: Sequence[Sample], like: BenchCase, overlap: bool) -> dict[int, dict[str, Timing]]:
-    """Return timings by size and candidate of the cases that differ from `like` in size only."""
+    """Return timings, by size and candidate, of cases that differ from `like` only in size."""
     timings: dict[int, dict[str, Timing]] = {}
     for sample in median_of_repeats(samples):
         case = sample.case

@@ -1,4 +1,4 @@
-"""Plots of measurements: time by size, one panel per operation, and the choice above it."""
+"""Plot measurements: time over size, one panel per operation, with the table's choice above."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcr_plus.tuning.operations import TORCH, TUNED
 # Colour, marker and width differ, so that overlapping curves can be distinguished.
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _WIDTHS: Final = (3.2, 2.4, 1.7, 1.2)
-_NARROW: Final = 0.17  # share of a panel's width; a shorter range is too narrow for the name of the choice
+_NARROW: Final = 0.17  # share of a panel's width; a narrower range has no room for the name of the choice
 _STRIP: Final = 0.07  # share of a panel's height
 _MANNERS: Final = ((False, False, "sync"), (True, False, "async"), (True, True, "async, exposed time"))
 
@@ -31,7 +31,7 @@ Curves = Mapping[str, Mapping[int, Figures]]
 
 @dataclass(frozen=True)
 class _Panel:
-    """One plot; `chosen`: the choices of the table as (first size, candidate), by size."""
+    """A panel of a plot; `chosen`: choices of the table as (first size, candidate), by size."""
 
     title: str
     curves: Curves
@@ -67,7 +67,7 @@ def plot_tuning(table: Table, samples: Sequence[Sample], path: Path) -> int:
         row: list[_Panel] = []
         for async_op, overlap, manner in _MANNERS:
             if async_op != overlap and exposed:
-                continue  # the choice follows the exposed time; whole times would contradict it
+                continue  # the choice follows exposed times, which whole times would contradict
             curves = _curves(samples, kind, dtype, async_op, overlap)
             if not curves:
                 continue
@@ -82,7 +82,7 @@ def plot_tuning(table: Table, samples: Sequence[Sample], path: Path) -> int:
 
 
 def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> int:
-    """Draw the rows of `mcr-plus bench`, with the 20th and 80th percentiles; return the number of panels."""
+    """Draw the rows of `mcr-plus bench` with 20th and 80th percentiles; return the number of panels."""
     curves: dict[str, dict[str, dict[int, Figures]]] = {}
     for row in rows:
         if row["verified"]:
@@ -109,7 +109,7 @@ def _curves(samples: Sequence[Sample], kind: str, dtype: str, async_op: bool, ov
 
 
 def _chosen(table: Table, query: Query) -> list[tuple[int, str]]:
-    """Return the sizes at which the choice of the table changes; they lie between measured ones."""
+    """Return the sizes at which the table's choice changes; they lie between measured sizes."""
     ends = {end for rule in table.rules if rule.key.kind == query.kind for end in (rule.lo, rule.hi or 0)} | {
         0
     }
@@ -123,7 +123,7 @@ def _chosen(table: Table, query: Query) -> list[tuple[int, str]]:
 
 
 def _draw(rows: Sequence[Sequence[_Panel]], path: Path, subtitle: str) -> int:
-    """Draw panels to `path`. A row of `rows` is one operation, with its panels side by side."""
+    """Draw panels to `path`. A row of `rows` has the panels of one operation, side by side."""
     if not rows:
         raise ConfigError(f"--plot: {path}: nothing to draw; no operation was measured with a correct result")
     from matplotlib.figure import Figure
@@ -188,7 +188,7 @@ def _panel(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _lines(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Draw times along the sizes, and the choices of the table in a strip above them."""
+    """Draw times over sizes, and the table's choices in a strip above."""
     handles: dict[str, Any] = {}
     for candidate, curve in panel.curves.items():
         own = sorted(curve)
@@ -207,7 +207,7 @@ def _lines(axis: Any, panel: _Panel, styles: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _strip(axis: Any, chosen: Sequence[tuple[int, str]], styles: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw the choices along the sizes, with the limits of the rules."""
+    """Draw the choices over sizes, with the limits of the rules."""
     if not chosen:
         return
     from matplotlib.patches import Rectangle

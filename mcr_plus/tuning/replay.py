@@ -1,10 +1,10 @@
 """A rank that replays a captured step: `python -m mcr_plus.tuning.replay REQUEST.json`.
 
-Operations are real, through the pipeline of the configuration. Computation is replaced by sleeping, as on a
-GPU, or by spinning, as on cores that communication shares. The step's gradients come from a model under
-`mcr.wrap` with parameters of the same names and sizes: the events before a gradient run in the
-backward pass that computes it, so that buckets, plans and codecs apply as in the program. If there are more
-ranks than were captured, they are copies of the captured ones, as in `mcr_plus.bucketing.network`.
+Operations are real, through the pipeline of the configuration. Sleeping replaces computation on a GPU;
+spinning replaces computation on cores that communication shares. The step's gradients come from a model under
+`mcr.wrap` with parameters of the same names and sizes. The events before a gradient run in the backward pass
+that computes the gradient, so that buckets, plans and codecs apply as in the program. If there are more ranks
+than were captured, they are copies of the captured ones, as in `mcr_plus.bucketing.network`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from mcr_plus.tuning.operations import DTYPE_BY_NAME, TUNED, BenchCase, OpUnderT
 
 _WARM: Final = 2
 _TRIAL: Final = 40  # passes after which a trial of `plan: auto` has ended
-_LEAST: Final = 4  # the least bytes of an operation
-_LATE: Final = 2e-3  # seconds after the end of a rest; longer gaps are not computation
+_LEAST: Final = 4  # minimum bytes of an operation
+_LATE: Final = 2e-3  # seconds after the end of a rest; a longer gap is not computation
 _NOTHING: Final = torch.zeros((), device="cpu")
 
 Action = Callable[[], object]
@@ -57,7 +57,7 @@ Action = Callable[[], object]
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """The parameters of a replay; plain data. `step`: the captured step. `answer`: the file for results."""
+    """Parameters of a replay; plain data. `step`: the captured step. `answer`: the file for results."""
 
     step: str
     answer: str
@@ -83,10 +83,10 @@ class _Gradient(torch.autograd.Function):
 
 
 class _ReplayClock:
-    """Rests in place of computation: each is as long as the computation, including the work of the replay.
+    """Rests instead of computing; a rest and the work of the replay take as long as the computation.
 
-    A rest counts from the end of the previous one as planned, unless that is long ago: sleeps end late, and
-    the captured computation includes the backward pass, which the replay also runs.
+    A rest counts from the planned end of the previous rest, unless that is long ago: sleeps end late, and the
+        captured computation includes the backward pass, which the replay also runs.
     """
 
     def __init__(self, compute: Literal["sleep", "spin"]) -> None:
@@ -101,7 +101,7 @@ class _ReplayClock:
             self._rest(self._due - now)
 
     def restart(self) -> None:
-        """Count from now on: the time since the last rest was not computation."""
+        """Restart the clock: the time since the last rest was not computation."""
         self._due = 0.0
 
 
@@ -116,11 +116,11 @@ class _Idle(torch.optim.Optimizer):
 
 
 class Replay:
-    """One rank's part of a step: its events as calls, and a model whose parameters provide the gradients.
+    """One rank's part of a step: events as calls, and a model whose parameters provide the gradients.
 
     Raises:
-        InvalidArgument: the step cannot be extended to this number of ranks, has messages without two ends,
-            or has gradients that differ between ranks or belong to several groups.
+        InvalidArgument: the step cannot be extended to this number of ranks, has messages without a sender or
+            receiver, or has gradients that differ between ranks or belong to several groups.
     """
 
     def __init__(self, step: CapturedStep, comm: Communicator, compute: Literal["sleep", "spin"]) -> None:
@@ -162,7 +162,7 @@ class Replay:
             )
 
     def _opened(self, copy: int) -> dict[tuple[int, ...], Communicator]:
-        """Return the communicators of groups, opened in the same order on all ranks. `copy`: this rank's."""
+        """Return the communicators of groups, opened in the same order on all ranks. `copy`: of this rank."""
         captured, size = self._step.ranks, self._comm.size
         whole = tuple(range(captured))
         found = {whole: self._comm}
@@ -263,7 +263,7 @@ def _carrying(role: Role) -> list[IssueEvent]:
 
 
 def _replaced(role: Role) -> list[IssueEvent]:
-    """Return the operations that `mcr.wrap` issues in the replay: gradients, and the outcome of the pass."""
+    """Return the operations that `mcr.wrap` issues in the replay: gradients and outcome of the pass."""
     carrying = _carrying(role)
     sent = {each.tag for each in carrying} & {TAG}
     outcomes = [
@@ -284,10 +284,9 @@ def _spin(seconds: float) -> None:
 
 
 def pipeline_of(step: CapturedStep, path: str | None, folder: Path, ranks: int) -> Any:
-    """Return the configuration of the replay, with a plan of buckets converted to the replay's parameters.
+    """Return the configuration of the replay, with a bucket plan converted to the replay's parameters.
 
-    Raises:
-        ConfigError: the plan is for another model, or not for `ranks` ranks.
+    Raises: ConfigError: the plan is for another model or another number of ranks.
     """
     if path is None:
         return {"version": 1}

@@ -1,4 +1,4 @@
-"""A rank of a tuning or benchmark job: `python -m mcr_plus.tuning.worker REQUEST.json`.
+"""Rank of a tuning or benchmark job: `python -m mcr_plus.tuning.worker REQUEST.json`.
 
 `mcr-plus tune` and `mcr-plus bench` write the request, start the ranks and read the answer of rank 0. Inside
 an existing job (mpirun over several hosts) the commands themselves are ranks.
@@ -61,7 +61,7 @@ class TuningJob:
     """Parameters of a tuning or benchmark job; plain data. Sizes in bytes, durations in seconds.
 
     `output`: the table file (tune). `answer`: the file for the results that the command prints. `backends`:
-    backends to compare, or their algorithms (`msccl:ring`), None for all. `algorithms`: algorithm files.
+    backends or algorithms (`msccl:ring`) to compare, None for all. `algorithms`: algorithm files.
     `bind`: pin each rank to its own core while it measures. `config`, `against_torch`, `passes` (over all
     sizes): for bench only.
     """
@@ -109,10 +109,10 @@ def run(job: TuningJob) -> None:
 
 
 class _Core:
-    """Pins this thread to a core, so that no two ranks share one after a library's threads have run.
+    """Pins this thread to a core, so that ranks do not end up on the same core after a library's threads ran.
 
-    Libraries create their threads inside `unpinned`, so these are not pinned. No thread is pinned if ranks
-    share cores, or if a rank is alone on its host.
+    Libraries create their threads inside `unpinned`, so these threads are not pinned. No thread is pinned if
+    ranks share cores, or if a rank is alone on its host.
     """
 
     def __init__(self, world: World, *, wanted: bool) -> None:
@@ -176,7 +176,7 @@ def _tune(job: TuningJob, comm: Communicator) -> None:
     request = replace(request, spans=spans(request.algorithms))
     check_sizes(request)
     here = _fingerprint(world)
-    # Only rank 0 has the file; it decides every task, so ranks without earlier samples follow.
+    # Only rank 0 has the file and decides every task; ranks without earlier samples follow.
     kept = MeasurementFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
     samples: list[Sample] = list(kept.samples) if kept is not None else []
     effort = _effort(comm, request, samples, job)
@@ -188,7 +188,7 @@ def _tune(job: TuningJob, comm: Communicator) -> None:
     began, lost = time.monotonic(), _core_losses()
     pace = Pace(request, effort.seconds, job.budget)
     further = 0
-    # Every sample is saved at once: an interrupted run continues from the file.
+    # Save every sample at once, so that an interrupted run can continue from the file.
     with _progress(job, comm.rank, f"tuning {', '.join(candidates)}", _COMBINATIONS) as advance:
         while (task := _agreed_task(comm, samples, pace)) is not None:
             started, before = time.monotonic(), coverage(request, samples)
@@ -240,14 +240,14 @@ def _core_losses() -> int:
 
 
 def _effort(comm: Communicator, request: TableRequest, samples: Sequence[Sample], job: TuningJob) -> Effort:
-    """Return the limits of sampling. Rank 0 decides, because it alone has the samples of earlier runs."""
+    """Return the limits of sampling. Rank 0 decides, because only rank 0 has the samples of earlier runs."""
     effort = Effort(**job.effort)
     seconds = sampling_seconds(request, samples, job.budget, effort.seconds) if comm.rank == 0 else None
     return replace(effort, seconds=comm.broadcast_object(seconds, comm.ranks[0]))
 
 
 def _agreed_task(comm: Communicator, samples: Sequence[Sample], pace: Pace) -> Task | None:
-    """Return the next task. Rank 0 decides, because it alone has the clock and the earlier samples."""
+    """Return the next task. Rank 0 decides, because only rank 0 has the clock and the earlier samples."""
     task = pace.next_task(samples) if comm.rank == 0 else None
     found: Task | None = comm.broadcast_object(task, comm.ranks[0])
     return found
@@ -340,7 +340,7 @@ def _describe(case: BenchCase) -> str:
 
 
 def progress_line(title: str, what: str, unit: str, done: int, total: int, further: int = 0) -> str:
-    """Return a line of progress: `done` of `total` items named `unit`, and `further` ones beside them."""
+    """Return a line of progress: `done` of `total` items named `unit`, and `further` additional ones."""
     more = f", and {further} further measurement{'' if further == 1 else 's'}" if further else ""
     return f"{title}: {what}; {done} of {total} {unit}{more}"
 

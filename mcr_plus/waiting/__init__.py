@@ -1,1 +1,1 @@
-"""Strategies of a waiting thread: spin, yield, or sleep until a peer wakes it."""
+"""Strategies for a waiting thread: spin, yield, or sleep until a peer wakes it."""

@@ -1,10 +1,10 @@
-"""Bells: immediate wake-up of a sleeping rank by a peer on its host.
+"""Bells: a rank wakes a sleeping peer on its host immediately.
 
-Every rank of a host has a line in memory that all of them map: a word (a futex) that is 1 while the rank
-sleeps, and eight bytes in which peers request to be woken. Before it sleeps, a rank writes 1 into its own
-word, and into its byte in the lines of the peers that it waits for. It polls once more, and then sleeps while
-its word is 1, for a bounded time. A rank that has made progress reads the bytes of its own line: one load
-from its own cache while no peer sleeps.
+The ranks of a host share a memory mapping with a line for each rank. A line has a word (a futex) that is 1
+while the rank sleeps, and eight bytes in which peers request to be woken. Before it sleeps, a rank writes 1
+into its own word, and into its byte in the lines of the peers for which it waits. It polls once more, and
+then sleeps while its word is 1, for a bounded time. A rank that has made progress reads the bytes of its own
+line, which takes one load from its own cache while no peer sleeps.
 
 Some rings are spurious, because a byte stays set until it is answered. Without a ring, a rank sleeps only for
 its bounded time, so deadlines and dead peers are detected without bells too.
@@ -39,16 +39,16 @@ def _system_call() -> Any:
 
 
 class Wakeups:
-    """The lines of the ranks on this host, for use by one of them.
+    """The lines of the ranks on this host, as used by one rank.
 
     Attributes:
         wanted: one word, nonzero while a peer requests to be woken by this rank.
         table: address of a table for compiled code: the addresses of `wanted` and of the first line, the
-            number of lines, and whether waits are calm; 0 without bells.
+            number of lines, and a flag (waits are calm); 0 without bells.
     """
 
     def __init__(self, memory: mmap.mmap | None, ranks: Sequence[int], rank: int) -> None:
-        """`ranks`: the job's ranks on this host, in order, including `rank`. Without memory: no bells."""
+        """Map the lines. `ranks`: the job's ranks on this host, in order. `memory`: None for no bells."""
         self._memory = memory
         self._ranks = tuple(ranks)
         self._me = me = self._ranks.index(rank)
@@ -100,7 +100,7 @@ class Wakeups:
         return sum(self._words[: len(self._ranks) * LINE // 8 : LINE // 8])
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until a peer rings, for at most `seconds`; return at once if one has rung since `arm`."""
+        """Sleep until a peer rings, for at most `seconds`; return at once if a peer has rung since `arm`."""
         if not SYSTEM_CALL:
             time.sleep(seconds)
             return
@@ -112,7 +112,7 @@ class Wakeups:
         )  # a signal also ends the sleep, which is harmless
 
     def ring(self) -> None:
-        """Wake the ranks that wait for this one; call it after making progress if `wanted[0]` is set."""
+        """Wake the ranks that wait for this rank; call it after progress if `wanted[0]` is set."""
         own = self._me * LINE + WANTED
         for byte in range(BYTES):
             if self._flags[own + byte]:

@@ -1,21 +1,21 @@
-"""Idling of a waiting rank, decided per wait by the load of this host.
+"""Decide how a waiting rank idles, by the load of this host.
 
 A rank that polls at full speed finds its peer's answer at once, but occupies a core. That is harmless if
-every rank has a core of its own. If other work runs, the peer may need that core: then a waiting rank sleeps
-on its bell (`bells`), and the peer wakes it. The scheduler favours a rank that wakes over one that has been
-running; a rank that yields goes to the end of the queue, behind the other work.
+every rank has a core of its own. If other work runs, the peer may need the core. Then a waiting rank sleeps
+on its bell (`bells`), and the peer wakes it. The scheduler favours a thread that wakes over threads that have
+been running, while a thread that yields goes to the end of the queue, behind the other work.
 
 Signs of other work, checked only in waits that take longer than the first polls:
 
-- at every check for some time, more threads want to run than there are cores, or ranks if these are more
-  (/proc/loadavg);
-- this thread was without the core for a good part of its polling time: another thread had the core, or the
-  quota of the cgroup was used up;
+- at every check for some time, more threads are runnable than there are cores, or than there are ranks if
+  ranks outnumber cores (/proc/loadavg);
+- this thread lost the core for a good part of its polling time, to another thread or because the cgroup's
+  quota was used up;
 - if this process may not use all cores: a peer has waited for a core since the last check
   (/proc/PID/schedstat).
 
-Each sign is remembered for a while. No check is needed if the cgroup's quota gives ranks less than a core
-each. With more ranks than cores and no other work, yielding is best at first, because the core goes to a
+Each sign is remembered for a while. No check is needed if the cgroup's quota gives each rank less than a
+core. With more ranks than cores and no other work, a waiting rank first yields, because the core goes to a
 peer. Longer waits always sleep (decision 16). All of this affects only how a rank waits, never the results.
 """
 
@@ -43,19 +43,19 @@ GLANCE: Final = 4
 SHORT_NAPS: Final = range(4)
 """Naps before the waiting loop takes over, with its deadline and its checks of peers."""
 _CHECK_EVERY: Final = 50e-6  # seconds between checks of the load in one wait
-_LOST: Final = 0.2  # share of the polling time without the core that is not an accident
-_LEAST_LOST: Final = 200e-6  # s, the shortest loss that counts
+_LOST: Final = 0.2  # share of lost polling time from which other work is assumed
+_LEAST_LOST: Final = 200e-6  # s; shorter losses do not count
 _BUSY_FOR: Final = 0.01  # s for which too many runnable threads are remembered at first
 _BUSY_LONGEST: Final = 0.3  # s for which they are remembered if found repeatedly
-_BUSY_AFTER: Final = 300e-6  # s of too many threads at every check: some run for a moment only
+_BUSY_AFTER: Final = 300e-6  # s of too many threads at every check, because some threads run only briefly
 _SEEN_WITHIN: Final = 2e-3  # seconds between two checks that count as consecutive
 _LOST_FOR: Final = 10  # a lost core is remembered for ten times as long as it was lost
 _KEPT_FOR: Final = 0.1  # seconds for which a peer's wait for a core is remembered
 _PEERS_EVERY: Final = 2e-3
-_SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg where a container emulates it
-_TRIES: Final = range(8)  # tries to read it: this thread may have been without a core during one
+_SLOW_FILE: Final = 50e-6  # seconds; if reading /proc/loadavg takes longer, a container emulates it
+_TRIES: Final = range(8)  # reads of the file, because this thread may lose the core during one of them
 _WATCHED: Final = 8  # peers
-_SPIN_FOR: Final = 2e-3  # s of polling a polled library before a rank yields even a core of its own
+_SPIN_FOR: Final = 2e-3  # s of polling a polled library, after which a rank yields even its own core
 # Seconds of yielding before a waiting rank begins to sleep. Not longer: since Linux 6.18 a task that yields
 # all the time can keep others from the core for many seconds.
 _YIELD_FOR: Final = 0.002
@@ -66,7 +66,7 @@ _LONG_NAP: Final = 200e-6
 # Polls then cost little of the core, and the end of the operation is noticed late by half the nap on average.
 _NAP_SHARE: Final = 1 / 128
 _POLLED_NAP: Final = (
-    50e-6  # on the bell, for a library that moves only while polled: peers ring for most progress
+    50e-6  # on the bell, for a library that advances only while polled: peers ring for most progress
 )
 _RUNG_NAP: Final = 1e-3  # if peers ring for all progress
 _LONGEST_NAP: Final = 2e-3
@@ -76,12 +76,12 @@ _RELAYS_RARELY: Final = 1.0  # s between two if all of them take that long
 
 
 class WaitStrategy:
-    """The load of the host as this process sees it, and the resulting way to idle.
+    """Load of the host as seen by this process, and the resulting way to idle.
 
     Attributes:
-        calm: whether a wait may poll at full speed for longer than `FIRST_POLLS`.
-        own_cores: whether there are as many cores as ranks. Otherwise a yield gives the core to a peer.
-        yields: whether polls may yield, in compiled code as well.
+        calm: True if a wait may poll at full speed for longer than `FIRST_POLLS`.
+        own_cores: True if there are as many cores as ranks. Otherwise a yield gives the core to a peer.
+        yields: True if polls may yield, also in compiled code.
     """
 
     def __init__(
@@ -94,9 +94,10 @@ class WaitStrategy:
         peers: Sequence[int] = (),
         oversubscribed: bool = False,
     ) -> None:
-        """`short`: ranks may use less than a core each. `ranks`: number on this host. `peers`: their pids.
+        """Open the files of /proc. `short`: each rank may use less than a core.
 
-        `oversubscribed`: there are fewer cores than ranks, so polling at full speed is kept short.
+        `ranks`: number of ranks on this host. `peers`: pids of the other ranks. `oversubscribed`: there are
+        fewer cores than ranks, so polling at full speed is kept short.
         """
         self.policy = policy
         self._oversubscribed = oversubscribed
@@ -107,7 +108,7 @@ class WaitStrategy:
         self._relay: ReschedulingThread | None = None
         self._next_relay, self._relay_every = 0.0, _RELAY_EVERY
         self._busy_until = 0.0
-        self._busy_since = math.inf  # the first of the latest checks that all found too many threads
+        self._busy_since = math.inf  # start of the current series of checks that found too many threads
         self._busy_began = 0.0
         self._last_check = 0.0
         self._cores = os.cpu_count() or 1
@@ -143,16 +144,16 @@ class WaitStrategy:
         self._peers.clear()
 
     def abandon(self) -> None:
-        """Drop bells and thread in a forked child: they belong to its parent."""
+        """Drop bells and thread in a forked child, because they belong to the parent."""
         self.bells = self._relay = None
 
     @property
     def may_block(self) -> bool:
-        """Return whether a wait may rely on a library's own threads to wake this one."""
+        """Return whether a wait may rely on a library's own threads to wake this thread."""
         return self.policy in ("auto", "sleep")
 
     def spins_for(self, backend_spins: int) -> int:
-        """Return the first polls of a wait at full speed, if a library suggests `backend_spins`."""
+        """Return the number of first polls of a wait at full speed, if a library suggests `backend_spins`."""
         if self.policy == "spin":
             return 1 << 16
         if self.policy == "sleep":
@@ -162,7 +163,7 @@ class WaitStrategy:
     # -- load ----------------------------------------------------------------------------------------
 
     def may_nap(self) -> bool:
-        """Return whether waits have lately not been calm, and there are bells."""
+        """Return whether there are bells, and waits have recently not been calm."""
         return bool(self.bells) and self._is_busy(time.monotonic())
 
     def _is_busy(self, now: float) -> bool:
@@ -181,7 +182,7 @@ class WaitStrategy:
     def relay(self) -> None:
         """Block for a moment after an operation, if waits are not calm.
 
-        The scheduler chooses the core of a thread that wakes, and leaves one that never sleeps where it is
+        The scheduler chooses a core for a thread that wakes, but never moves a thread that does not sleep
         (decision 41).
         """
         now = time.monotonic()
@@ -207,7 +208,7 @@ class WaitStrategy:
             self._next_relay = ended + self._relay_every
 
     def check_load(self, now: float, polled: float, had: float) -> None:
-        """Decide whether waits are calm, after `polled` seconds of polling, `had` of them with the core."""
+        """Decide whether waits are calm. The wait polled for `polled` s, and had the core for `had` s."""
         if self.policy != "auto" or self._never_calm:
             self._publish()
             return
@@ -233,8 +234,8 @@ class WaitStrategy:
     def _remember(self, now: float) -> None:
         """Remember other work, for longer if it has been there since the previous time.
 
-        Otherwise a program that computes between its operations would detect the work anew in each of them,
-        and waste the time in which the scheduler prefers this rank to the other work.
+        Otherwise a program that computes between its operations would have to detect the work again in each
+        of them, and waste the time in which the scheduler prefers this rank.
         """
         if now - self._busy_until > _BUSY_LONGEST:  # there was no other work for a while
             self._busy_began, self._busy_for = now, self._busy_least
@@ -243,12 +244,12 @@ class WaitStrategy:
         self._busy_until = max(self._busy_until, now + self._busy_for)
 
     def _publish(self) -> None:
-        """Tell compiled code whether it may yield; it stops by itself if a yield has cost the core."""
+        """Tell compiled code whether it may yield; it stops yielding once a yield has cost the core."""
         if self.bells is not None:
             self.bells.set_calm(self.calm and self.yields)
 
     def may_yield(self, waited: float) -> None:
-        """Let compiled code yield only at the beginning of a wait; `waited` is its time in s so far."""
+        """Let compiled code yield only at the beginning of a wait, which has lasted `waited` seconds."""
         yields = waited < _YIELD_FOR or self.policy == "yield"
         if yields != self.yields:
             self.yields = yields
@@ -264,7 +265,7 @@ class WaitStrategy:
             return False
         if running > self._most:
             return True
-        # If ranks share cores, sleeping ranks leave room in the count for other work.
+        # If ranks share cores, other work can hide in the count in place of sleeping ranks.
         return not self.own_cores and bool(self.bells) and running > max(self._cores, self._awake())
 
     def _awake(self) -> int:
@@ -288,10 +289,10 @@ class WaitStrategy:
 
 
 class Pause:
-    """The idling between two polls of one wait.
+    """Idles between two polls of one wait.
 
-    `polled`: the library moves only while it is polled. `rings`: it rings after all progress. `peers`: ranks
-    of the job that may ring.
+    `polled`: the library advances only while it is polled. `rings`: the library rings after all progress.
+    `peers`: ranks of the job that may ring.
     """
 
     __slots__ = ("_had", "_nap", "_next_check", "_peers", "_polled", "_since", "_waiting")
@@ -303,7 +304,7 @@ class Pause:
         self._nap = _RUNG_NAP if rings else _POLLED_NAP
 
     def before(self, now: float) -> bool:
-        """Return whether to sleep: then the caller polls again and calls `sleep`, otherwise `idle`."""
+        """Return True if the caller should poll again and call `sleep`, False if it should call `idle`."""
         waiting = self._waiting
         if waiting.policy == "spin" or not self._polled:
             return False  # a library's own threads would count as other work
@@ -323,7 +324,7 @@ class Pause:
         """Sleep until a peer rings, for a time that grows with every call."""
         waiting = self._waiting
         assert waiting.bells is not None
-        if waiting.bells.wanted[0]:  # this rank's polls may have advanced an operation that peers wait for
+        if waiting.bells.wanted[0]:  # this rank's polls may have advanced an operation for which peers wait
             waiting.bells.ring()
         waiting.bells.sleep(min(self._nap, longest))
         self._nap = min(2 * self._nap, _LONGEST_NAP)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Seconds between two steps. A shorter pause takes the core from the program's own work. A longer one leaves a
-# library without the next piece of a large message: socket buffers hold a few hundred KiB, 2 ms at 1 Gbit/s.
+# Seconds between two steps. A shorter pause takes the core from the program's own work. With a longer pause,
+# a library runs out of data of a large message: socket buffers hold a few hundred KiB, i.e. 2 ms at 1 Gbit/s.
 _PAUSE: Final = 100e-6
 
 
@@ -33,7 +33,7 @@ class ProgressThread:
             self._wanted.set()
 
     def stop(self) -> None:
-        """End the thread and wait for its end, since the libraries are about to be closed."""
+        """Stop the thread and join it, since the libraries are about to be closed."""
         self._stopping = True
         self._wanted.set()
         self._thread.join()
@@ -43,6 +43,6 @@ class ProgressThread:
             self._wanted.wait()
             if self._stopping:
                 return
-            self._wanted.clear()  # before the step: an operation issued meanwhile sets it again
+            self._wanted.clear()  # before the step: an operation issued during the step sets it again
             while not self._stopping and self._step():
                 time.sleep(_PAUSE)

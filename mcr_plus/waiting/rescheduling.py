@@ -1,9 +1,9 @@
-"""A hand-over to a thread of the same process and back, after which the scheduler places the caller anew.
+"""Hand over to another thread of the process and back, so that the scheduler moves the caller to a free core.
 
-A thread that never blocks stays where it is. On a core that many others want, it runs once in many
-milliseconds, although the core of its peer may be free. The rank that arrives last at each operation is such
-a thread, since all the data that it needs is already there. When it blocks for a moment, and another thread
-wakes it, the scheduler chooses its core again and prefers it to threads that have been running.
+A thread that never blocks stays on its core. If many threads want this core, it runs only once in many
+milliseconds, even if its peer's core is free. The rank that arrives last at each operation has such a thread,
+since all the data that it needs is already there. If the thread blocks for a moment and another thread wakes
+it, the scheduler chooses a core again, and prefers the thread to others that have been running.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _LONGEST: Final = 5e-3  # s: another thread of the program may hold the interpre
 
 
 class ReschedulingThread:
-    """A thread that wakes the thread that has woken it. One caller at a time; others return at once.
+    """A thread that wakes its caller again. It serves one caller at a time; others return at once.
 
-    Uses queues without Python locks, because a signal handler that closes this object would wait for them.
+    Uses queues without Python locks, for which a signal handler that closes this object would wait.
     """
 
     def __init__(self) -> None:

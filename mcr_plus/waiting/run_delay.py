@@ -1,4 +1,4 @@
-"""Time that a thread has waited for a core, because other threads had it."""
+"""Measure the time for which a thread has waited for a core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 class RunDelay:
-    """Time that the creating thread was ready but had no core; zero if Linux hides it."""
+    """Time for which the creating thread was ready to run but had no core; 0 if Linux does not provide it."""
 
     def __init__(self) -> None:
         try:
@@ -15,7 +15,7 @@ class RunDelay:
             self._file = -1
 
     def seconds(self) -> float:
-        """Return the total since the thread's start; from any thread. Takes about a microsecond."""
+        """Return the total since the thread's start. Callable from any thread; takes about a microsecond."""
         if self._file < 0:
             return 0.0
         try:

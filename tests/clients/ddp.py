@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Experts(nn.Module):
-    """Of three branches each rank uses another one, and nobody the last."""
+    """Each rank uses another one of three branches; no rank uses the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
 
 class Twice(nn.Module):
-    """One layer is used twice, one never."""
+    """One layer is used twice, one is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def normed() -> nn.Module:
 
 
 def hooked(hook: Callable[..., Any], state: Callable[[], object] = lambda: None) -> list[float]:
-    """In one bucket: of several, PowerSGD over gloo reduces in another order on every rank, and hangs."""
+    """Train with one bucket: with several, PowerSGD over gloo reduces in different orders and hangs."""
     model = DistributedDataParallel(network())
     model.register_comm_hook(state(), hook)
     return train(model)
@@ -78,7 +78,7 @@ def accumulated() -> list[float]:
 
 
 def uneven(**options: bool) -> list[float]:
-    """Rank 1 has fewer batches than rank 0, which goes on alone."""
+    """Rank 1 has fewer batches than rank 0, which continues alone."""
     model = DistributedDataParallel(network())
     with model.join(**options):
         losses = train(model, steps=STEPS - 2 * dist.get_rank())

@@ -1,4 +1,4 @@
-"""DDP whose ranks do not do the same: the backward pass raises, and the process lives."""
+"""DDP with ranks that differ: the backward pass raises, and the process lives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import mcr_plus as mcr
 
 
 def mismatched(static_graph: bool) -> list[float]:
-    """Rank 1 reduces something else. Returns whether this rank was told."""
+    """Rank 1 reduces a different tensor. Returns whether this rank got the error."""
     group = dist.new_group()
     model = DistributedDataParallel(network(), process_group=group, static_graph=static_graph)
     loss = loss_of(model, 0)

@@ -65,12 +65,12 @@ def flat_clipped() -> list[float]:
 
 
 def hybrid() -> list[float]:
-    """Sharded among pairs of ranks, replicated among the pairs."""
+    """Shard among pairs of ranks, replicate among the pairs."""
     return plain(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
 
 
 def checkpoint(in_background: bool = False) -> list[float]:
-    """Save, spoil, load, and go on."""
+    """Save a state, spoil it, load it, and continue."""
     model = sharded()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = train(model, optimizer, steps=2)

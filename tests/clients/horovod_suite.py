@@ -2,9 +2,9 @@
 
     python tests/clients/horovod_suite.py HOROVOD/test/parallel/test_torch.py -n 2
 
-The file is used as it is in a checkout of Horovod, which need not be installed. torch's optimizer Muon, which
-is newer than the file, is hidden from tests that try every optimizer with vectors. With more than two ranks,
-`-k "not prescale"` leaves out three tests that want sums of float16 to be exact.
+The file of a checkout of Horovod is used unchanged; Horovod need not be installed. torch's optimizer Muon,
+which is newer than the file, is hidden from tests that try every optimizer with vectors. With more than two
+ranks, `-k "not prescale"` leaves out three tests that want sums of float16 to be exact.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(
     ranks: Annotated[int, typer.Option("-n", min=2)] = 2,
     select: Annotated[str, typer.Option("-k", help="as of pytest")] = "",
 ) -> None:
-    """Run the tests on ranks; the exit status is that of pytest."""
+    """Run the tests on ranks; return pytest's exit status."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "parallel").mkdir()

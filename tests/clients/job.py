@@ -1,4 +1,4 @@
-"""What the client programs share: `torchrun --nproc-per-node 2 ddp.py BACKEND [CLIENT…]`.
+"""Functions that the client programs share: `torchrun --nproc-per-node 2 ddp.py BACKEND [CLIENT…]`.
 
 A client trains something small, every rank with data of its own, and returns its losses. Each rank prints
 one line of JSON per client: its losses, and how many operations of each kind the pipeline saw. The folder
@@ -27,7 +27,7 @@ Client = Callable[[], "list[float]"]
 WIDTH: Final = 16
 STEPS: Final = 4
 START_S: Final = 150.0  # DeepSpeed compiles something the first time
-LIMIT_S: Final = 30.0  # a client that is not done by then has hung: it shows where, and ends
+LIMIT_S: Final = 30.0  # a client that takes longer has hung: it prints its stacks and ends
 
 
 def run(program: str, *words: str) -> None:
@@ -69,18 +69,18 @@ def operations() -> Iterator[Counter[str]]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets that no other rank has, and no other step."""
+    """Return inputs and targets that are unique to a rank and a step."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
 
 
 def network() -> nn.Sequential:
-    """Two layers, the same on every rank."""
+    """Return two layers with the same weights on every rank."""
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
-    """The mean squared error on this rank's batch."""
+    """Return the mean squared error on this rank's batch."""
     inputs, targets = batch(step)
     return functional.mse_loss(model(inputs).float(), targets)
 
@@ -88,7 +88,7 @@ def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS
 ) -> list[float]:
-    """Train as everybody does."""
+    """Train in the usual way."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):

@@ -17,19 +17,19 @@ MICRO_BATCHES: Final = 4
 
 
 def block(number: int) -> nn.Module:
-    """The model is as many of these as there are stages."""
+    """Return a stage of the model."""
     torch.manual_seed(number)
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The same on all ranks: the first stage reads the inputs, the last one the targets."""
+    """Return the batch of all ranks: the first stage reads its inputs, the last stage its targets."""
     generator = torch.Generator().manual_seed(step)
     return tuple(torch.randn(4 * MICRO_BATCHES, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
 def pipelined(kind: type[Any], stages: list[tuple[int, ...]]) -> list[float]:
-    """Losses where the last stage is, and what the parameters come to. `stages`: their numbers, by rank."""
+    """Return the losses of the last stage and the sums of parameters. `stages`: their numbers, by rank."""
     mine, total = stages[dist.get_rank()], sum(map(len, stages))
     parts = nn.ModuleList(block(number) for number in mine)
     device = torch.device("cpu")
@@ -55,7 +55,7 @@ def pipelined(kind: type[Any], stages: list[tuple[int, ...]]) -> list[float]:
 
 
 def _over(kind: type[Any], each: int, *, v: bool = False) -> Client:
-    """A schedule with `each` stages on each of two ranks, in turns or, as in a V, forth and back."""
+    """Return a schedule with `each` stages on each of two ranks, in turns or in the shape of a V."""
     turns = [list(range(2)) if number % 2 == 0 or not v else [1, 0] for number in range(each)]
     order = [rank for turn in turns for rank in turn]
     stages = [tuple(stage for stage, owner in enumerate(order) if owner == rank) for rank in range(2)]

@@ -68,7 +68,7 @@ def parallel() -> list[float]:
 
 
 def sequence() -> list[float]:
-    """The same between a norm and an output that are sharded along the sequence."""
+    """Train the same layers between a norm and an output that are sharded along the sequence."""
     layers = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     plan = {
         "0": SequenceParallel(sequence_dim=0),
@@ -80,7 +80,7 @@ def sequence() -> list[float]:
 
 
 def meshes() -> list[float]:
-    """Groups of a mesh with names, and of a part of it."""
+    """Test groups of a mesh with names, and of a part of the mesh."""
     both = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("outer", "inner"))
     found = []
     for name in ("outer", "inner"):

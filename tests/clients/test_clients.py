@@ -1,4 +1,4 @@
-"""Programs of others train on the backend `mcr` as they do on gloo."""
+"""Programs of other libraries train on the backend `mcr` with the results of gloo."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEEDS: Final = {
 DDP: Final = {"all_gather", "broadcast", "all_reduce"}
 FSDP: Final = {"all_gather", "reduce_scatter"}
 MESSAGES: Final = {"send", "recv"}
-CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # and what the pipeline sees of each
+CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # with the kinds of operations that the pipeline sees
     "ddp": {
         **dict.fromkeys(["plain", "unused", "static", "buffers", "views"], DDP),
         **dict.fromkeys(["allreduce_hook", "fp16_hook", "fp16_wrapper", "powersgd_hook"], DDP),
@@ -76,7 +76,7 @@ Results = dict[tuple[str, int], Any]
 
 @pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Those of `TOGETHER` that this run of pytest tests."""
+    """Return the clients of `TOGETHER` that this run of pytest tests."""
     tests = (each for each in request.session.items if isinstance(each, pytest.Function))
     params = [each.callspec.params for each in tests if each.function is test_client_trains_as_on_gloo]
     asked = {(each["program"], each["client"]) for each in params}
@@ -85,7 +85,7 @@ def started(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @cache
 def results(program: str, backend: str, names: tuple[str, ...], ranks: int = 2) -> Results:
-    """What every rank says of every client of a program, or what went wrong; one launch if nothing does."""
+    """Return each rank's report on each client of a program, or the error; launch it once if it succeeds."""
     found: Results = {}
     while left := [name for name in names if (name, 0) not in found]:
         said, log = launch(program, backend, left, ranks)
@@ -97,7 +97,7 @@ def results(program: str, backend: str, names: tuple[str, ...], ranks: int = 2) 
 
 
 def launch(program: str, backend: str, names: list[str], ranks: int) -> tuple[Results, str]:
-    """Run it; what its ranks said, and all that it printed."""
+    """Launch a program; return the reports of its ranks and all its output."""
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     }
@@ -108,14 +108,14 @@ def launch(program: str, backend: str, names: list[str], ranks: int) -> tuple[Re
         ended = run_ranks(
             "clients.job:run", ranks, args=args, via="torch", env=settings, timeout=600, check=False
         )
-        # One stream may end in the middle of a line, as nanobind's reports at exit do.
+        # A stream may end in the middle of a line, like nanobind's reports at exit.
         printed = "\n".join(text for result in ended for text in (result.stdout, result.stderr))
     said = [json.loads(line) for line in printed.splitlines() if line.startswith('{"client"')]
     return {(one["client"], one["rank"]): one for one in said}, printed[-6000:]
 
 
 def under_torchrun(program: str, backend: str, names: list[str], ranks: int, settings: dict[str, str]) -> str:
-    """Libraries that look at how they were started: by torchrun, as they expect it."""
+    """Test libraries that check how they were started: torchrun starts them, as they expect."""
     if program in GOES_BY_GLOO and backend == "mcr":
         settings["MCR_MASQUERADE"] = "gloo"
     return subprocess.run(
@@ -131,7 +131,7 @@ def under_torchrun(program: str, backend: str, names: list[str], ranks: int, set
 def outcomes(
     program: str, client: str, backend: str, ranks: int = 2, started: tuple[str, ...] = ()
 ) -> Iterator[Any]:
-    """What each rank says of a client; `started`: those of `TOGETHER` that one job has."""
+    """Return each rank's report on a client; `started`: the clients of `TOGETHER` in one job."""
     missing = [name for name in NEEDS.get(program, ()) if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")

@@ -17,7 +17,7 @@ ROWS: Final = 4
 
 
 def model() -> Any:
-    """A tiny transformer of random weights."""
+    """Return a tiny transformer of random weights."""
     config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     return transformers.GPT2LMHeadModel(config)
 

@@ -19,7 +19,7 @@ TOKENS: Final = 12
 
 
 def text(model: Any) -> list[list[int]]:
-    """What a model makes of the prompts, greedily."""
+    """Return the text that a model generates greedily from the prompts."""
     limits = {"min_new_tokens": TOKENS, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
     made = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **limits)
     tokens: list[list[int]] = made[:, PROMPT.shape[1] :].tolist()
@@ -27,7 +27,7 @@ def text(model: Any) -> list[list[int]]:
 
 
 def decoded() -> list[float]:
-    """Tokens and a logit of a Llama on all ranks; raises where one process makes other tokens."""
+    """Tokens and a logit of a Llama on all ranks; raises if one process makes other tokens."""
     config = transformers.LlamaConfig(
         vocab_size=101, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.5, eos_token_id=None,

@@ -1,4 +1,4 @@
-"""The benchmark programs: what they conclude from figures, also from few of them."""
+"""The benchmark programs: their conclusions from figures, also from few figures."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ SIZES = [1 << 16, 1 << 20, 1 << 24]
 def test_break_even_by_the_lines() -> None:
     raw = bench_break_even.fitted({size: 1e-3 + size / 1e8 for size in SIZES}, 1e-3)
     assert (raw.latency, raw.per_byte) == pytest.approx((1e-3, 1e-8))
-    # 2 ms more, and saves 3/4 of 10 ns a byte, but for 2.5 ns of computing
+    # adds 2 ms, and saves 3/4 of 10 ns per byte, less 2.5 ns of computing
     encoded = bench_break_even.predicted(raw, rate=4, codec_per_byte=2.5e-9, latency=3e-3)
     size = bench_break_even.crossing(raw, encoded)
     assert size == pytest.approx(2e-3 / 5e-9)
@@ -214,7 +214,7 @@ def test_break_even_has_a_report_and_a_picture(tmp_path: Path) -> None:
         smaller = bench_break_even.times_smaller(codec, SIZES[-1])
         times[name] = {size: 1e-3 + size / 1e8 / smaller + size / 1e9 for size in sizes}
     found = bench_break_even.found_of("1gbit", times, local)
-    for name, line in found.codecs.items():  # what was put in comes out, but for the 1 KiB in its latency
+    for name, line in found.codecs.items():  # the given bandwidth comes out, but for the 1 KiB in the latency
         assert [line.at(size) for size in SIZES] == pytest.approx(
             [times[name][size] for size in SIZES], rel=0.01
         )
@@ -237,7 +237,7 @@ def test_compression_factors_of_payloads() -> None:
         bench_break_even.payload_codec("powersgd")
 
 
-# --- beside other work --------------------------------------------------------------------------------
+# --- on a busy machine --------------------------------------------------------------------------------
 
 
 def beside(way: str, nbytes: int, p50: float, p95: float) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_ways_over_slow_links_are_relative_to_ddp() -> None:
 
 
 def test_slow_links_are_given_few_steps() -> None:
-    """By hand: in 20 s, 10 Mbit/s carries half of the gradients (51 MB), 1 Gbit/s carries them 49 times."""
+    """In 20 s, 10 Mbit/s carry half of the gradients (51 MB), and 1 Gbit/s carries them 49 times."""
     ways = ("ddp", "wrap int8", "wrap topk", "local", "local topk")
     assert [bench_local.steps_of(way, "10mbit", 240, 30) for way in ways] == [2, 2, 10, 90, 240]
     assert [bench_local.steps_of(way, "1gbit", 240, 30) for way in ways] == [49, 49, 240, 240, 240]

@@ -1,4 +1,4 @@
-"""The network that is spread over space: its fields, its slabs, and runs against one process."""
+"""The network that is split over space: its fields, its slabs, and runs compared with one process."""
 
 from __future__ import annotations
 

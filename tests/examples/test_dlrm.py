@@ -59,7 +59,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Board:
-    """Where the ranks of a job put what they send."""
+    """A board on which the ranks of a job post their messages."""
 
     size: int
     slots: dict[int, Any] = field(default_factory=dict)
@@ -77,14 +77,14 @@ class Board:
 
 
 class Done:
-    """An operation that is over."""
+    """An operation that has ended."""
 
     def wait(self) -> None: ...
 
 
 @dataclass
 class ThreadComms:
-    """A `Transport` between threads; `fault` is added to whatever it reduces."""
+    """A `Transport` between threads; `fault` is added to every result of a reduction."""
 
     rank: int
     board: Board
@@ -124,7 +124,7 @@ class ThreadComms:
 
 
 def on_ranks(size: int, body: Callable[[ThreadComms], T]) -> list[T]:
-    """What `body` returns on each of `size` ranks."""
+    """Return the results of `body` on each of `size` ranks."""
     board = Board(size)
 
     def run(rank: int) -> T:
@@ -250,7 +250,7 @@ def reader(path: Path, **options: Any) -> criteo.Reader:
 
 @pytest.fixture
 def numbered(tmp_path: Path) -> Path:
-    """103 rows whose second integer is the number of the row."""
+    """Return 103 rows; the second integer of each is the row's number."""
     path = tmp_path / "numbered.tsv"
     rows = (line(integers=[b"0", b"%d" % number, *INTEGERS[2:]]) for number in range(1, 104))
     path.write_bytes(b"".join(rows))
@@ -401,7 +401,7 @@ def test_interaction_is_every_pair_once() -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_gradients_take_the_reverse_exchange(size: int) -> None:
-    """Rank r sends r + p + 1 rows to rank p, and weighs row i of what it gets by i + 1."""
+    """Rank r sends r + p + 1 rows to rank p, and weighs row i of its result by i + 1."""
 
     def body(comms: ThreadComms) -> tuple[Tensor, Tensor]:
         sent = [comms.rank + peer + 1 for peer in range(size)]
@@ -414,7 +414,7 @@ def test_gradients_take_the_reverse_exchange(size: int) -> None:
     for rank, (output, grad) in enumerate(on_ranks(size, body)):
         counts = [rank + peer + 1 for peer in range(size)]
         assert output[:, 0].tolist() == [peer for peer in range(size) for _ in range(counts[peer])]
-        # My piece lies on rank p behind those of the ranks before me.
+        # My piece lies on rank p after the pieces of the ranks before me.
         before = [sum(peer + other + 1 for other in range(rank)) for peer in range(size)]
         assert grad[:, 0].tolist() == [
             before[peer] + i + 1 for peer in range(size) for i in range(counts[peer])
@@ -493,7 +493,7 @@ def test_any_number_of_ranks_trains_the_same_model(size: int, generated: Path) -
 
 
 def test_gradients_are_those_of_autograd(generated: Path) -> None:
-    """One step of two ranks moves every weight by what plain autograd says of the mean loss."""
+    """One step of two ranks moves every weight by plain autograd's gradient of the mean loss."""
     batch = next(reader(generated, batch_size=9, table_rows=SMALL.table_rows).train())
     plain = model.DLRM(SMALL, alone())
     logits = plain(batch.dense, batch.sparse, [9])
@@ -538,7 +538,7 @@ def command(main: Callable[..., None]) -> typer.Typer:
 
 @pytest.fixture
 def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ThreadComms | None]]:
-    """One rank on every library; None is a library that is not there."""
+    """Return one rank on every library, None for a missing library."""
     known: dict[str, ThreadComms | None] = {name: alone() for name in TITLES}
 
     def open_transport(name: str, config: Path) -> ThreadComms:

@@ -1,4 +1,4 @@
-"""The dense transformer: its text, its layers over ranks, and what all examples share around them."""
+"""The dense transformer: its text, its layers over ranks, and the code that all examples share."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_no_byte_depends_on_later_ones() -> None:
 
 
 def test_attention_is_that_of_torch() -> None:
-    """One layer against torch's own encoder layer with the same weights."""
+    """A layer is compared with torch's own encoder layer with the same weights."""
     model = LanguageModel(SHAPE, 1).double()
     block: Any = model.blocks[0]
     theirs = nn.TransformerEncoderLayer(
@@ -186,7 +186,7 @@ def gradients(model: LanguageModel) -> dict[str, Any]:
 
 
 def on_this_rank() -> list[dict[str, Any]]:
-    """Runs on ranks: over ours, then over torch.distributed."""
+    """Run on ranks: over ours, then over torch.distributed."""
     torch.set_num_threads(1)
     found = []
     for opened in (lambda: parallel.McrTransport(backends=["gloo"]), parallel.TorchTransport):
@@ -197,7 +197,7 @@ def on_this_rank() -> list[dict[str, Any]]:
 
 
 def whole(name: str, parts: Sequence[Any]) -> Any:
-    """A gradient put together from those of the ranks, which must be equal where nothing is shared."""
+    """Return a gradient assembled from the ranks' gradients, which must be equal where nothing is sharded."""
     arrays = [np.array(part) for part in parts]
     if name.endswith(("qkv.weight", "qkv.bias")):  # q, k and v each have all ranks' heads
         return np.concatenate([np.stack(np.split(each, 3)) for each in arrays], axis=1).reshape(
@@ -215,7 +215,7 @@ def whole(name: str, parts: Sequence[Any]) -> Any:
 @pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_together_are_the_model_of_one_process(ranks: int) -> None:
-    """What all ranks have has the same gradient on all, to the last bit; the rest adds up to one model."""
+    """Replicated parameters have the same gradient bits on all ranks; the shards add up to one model."""
     results = run_ranks(on_this_rank, ranks, via="torch", env=RANKS_ENV)
     single = gradients(LanguageModel(SHAPE, 7).double())
     for transport in range(2):
@@ -234,7 +234,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def started(**changes: Any) -> int:
-    """The exit status of the command, in this process."""
+    """Return the exit status of the command, in this process."""
     plan: Any = {
         "comms": "gloo", "config": Path("none.yaml"), "compare": False, "rounds": 2,
         "json": None, "plot": None, "trace": None, "describe": None,
@@ -321,7 +321,7 @@ def test_comparison_alternates_rounds_and_detects_a_differing_loss(
     assert runs["mcr_plus mpi"]["missing"] == "no mpi"
 
 
-# A step's seconds by library and round, and what is said of each library's speed-up over the first.
+# The seconds of a step by library and round, and the verdict on each library's speed-up over the first.
 SPEEDS: dict[str, tuple[dict[TransportName, list[float]], list[str]]] = {
     "apart": ({"torch": [0.2, 0.25, 0.3], "gloo": [0.1, 0.15, 0.19]}, ["-", "1.67"]),
     "slower": ({"torch": [0.1, 0.15, 0.19], "gloo": [0.2, 0.25, 0.3]}, ["-", "0.60"]),

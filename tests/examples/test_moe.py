@@ -92,7 +92,7 @@ def test_balance_is_the_formula() -> None:
 
 
 class Alone:
-    """A transport of one rank, which does without a library."""
+    """A transport of one rank, without a library."""
 
     rank, world_size, expert = 0, 1, None
 
@@ -158,7 +158,7 @@ def text() -> Corpus:
 
 
 def keep_gradients(model: LanguageModel, shape: ExpertShape, rank: int, ranks: int) -> dict[str, Any]:
-    """The model's gradients as lists, experts under the numbers they have among all."""
+    """Return the model's gradients as lists, experts under the numbers they have among all."""
     own = shape.experts // ranks
     found = {}
     for name, parameter in model.named_parameters():
@@ -172,7 +172,7 @@ def keep_gradients(model: LanguageModel, shape: ExpertShape, rank: int, ranks: i
 
 def starve(model: LanguageModel) -> LanguageModel:
     """Have all tokens choose the first expert: most ranks get no row at all."""
-    blocks: Any = model.blocks  # the annotations do not know what a ModuleList holds
+    blocks: Any = model.blocks  # the annotations do not tell the type of a ModuleList's items
     for block in blocks:
         nn.init.zeros_(block.feed_forward.gate.weight)
     return model
@@ -207,7 +207,7 @@ def train_small(comms: parallel.Transport, variant: str, windows: list[int]) -> 
 
 
 def on_this_rank() -> dict[str, dict[str, Any]]:
-    """Runs on ranks: every variant over ours, then over torch.distributed."""
+    """Run on ranks: every variant over ours, then over torch.distributed."""
     torch.set_num_threads(1)
     found = {}
     for name, opened in (
@@ -245,7 +245,7 @@ def test_ranks_train_as_one_process_with_all_experts(ranks: int) -> None:
 
 @pytest.mark.long
 def test_the_large_shape_builds_without_memory() -> None:
-    """As many parameters as the paper says (13 B, over a vocabulary of words), and as README.md says."""
+    """The model has the parameters of the paper (13 B, over a vocabulary of words) and of README.md."""
     shape = read_shape(ExpertShape, EXAMPLES / "moe" / "ds_moe_350m.yaml", {})
     with torch.device("meta"):
         model = build(shape, 0, Alone())
@@ -267,7 +267,7 @@ BAD = {
 
 
 def started(given: dict[str, Any], file: Path | None = None, **plan: Any) -> int:
-    """The exit status of the command, in this process."""
+    """Return the exit status of the command, in this process."""
     chosen: Any = {
         "comms": "gloo", "config": Path("none.yaml"), "compare": False, "rounds": 1,
         "json": None, "plot": None, "trace": None, "describe": None,

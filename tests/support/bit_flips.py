@@ -22,11 +22,11 @@ def missed(of: Callable[[torch.Tensor], object], raw: torch.Tensor, lanes: int) 
 
 def _flips(words: int, lanes: int) -> Iterator[tuple[tuple[object, ...], list[int], int]]:
     """Yield the name of a flip, its bytes, and the bits flipped in each byte."""
-    # In the last row, after which chains meet: two words, and one of the two 32-bit values in each.
+    # In the last row, after which chains meet, flip two words, and one of the two 32-bit values in each.
     for one, other in itertools.combinations(range((words - 1) // lanes * lanes, words), 2):
         for byte, bit in ((7, 0x80), (7, 0x40), (7, 0x20), (3, 0x80)):
             yield (one, other, byte, bit), [8 * one + byte, 8 * other + byte], bit
-    # In one row, and any number of flips of that line in the word that the chain takes next.
+    # In one row, add any number of flips of that line in the chain's next word.
     for width in (1, 2, 4, 8) if words > lanes else ():
         line = range(width - 1, 8, width)
         for many in range(1, len(line) + 1):

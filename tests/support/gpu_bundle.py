@@ -37,7 +37,7 @@ def main(
     arch: Annotated[int, typer.Option(help="compute capability of its GPU, times ten")] = 90,
     output: Annotated[Path, typer.Option(help="a folder")] = Path("build/gpu-bundle"),
 ) -> None:
-    """Gather what a machine with a GPU and without a network needs for make gpu-check."""
+    """Gather the files that a machine with a GPU and without a network needs for make gpu-check."""
     with tempfile.TemporaryDirectory() as folder:
         for number, part in enumerate(in_parts(gather(Path(folder), python, arch)), 1):
             target = output / f"part-{number}"

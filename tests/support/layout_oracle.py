@@ -502,7 +502,7 @@ def _lacks(source: Side, rank: int, needed: Ints) -> int:
 
 
 def least_total(source: Side, target: Side) -> int:
-    """The fewest elements that all ranks together must receive.
+    """Return the fewest elements that all ranks together must receive.
 
     An element of k addends is summed on one rank by k - 1 receipts, or more, and each further rank that needs
     it receives it; if no rank that needs it holds an addend, one more receipt is necessary.

@@ -209,7 +209,7 @@ def _vector(kind: str, extra: int) -> Program:
 
 _LARGE = 1 << 17
 _A, _B = all_reduce(tag="a"), all_reduce(tag="b")
-# Two roots, as ranks of the job, which depend on the group.
+# Two roots that depend on the group, as ranks of the job.
 _ROOTS = (r"root=(\d)\b.*root=(?!\1)\d",)
 
 CASES = {

@@ -142,7 +142,7 @@ def sum_bound(parts: Sequence[Array], dtype: torch.dtype, roundings: int) -> Arr
     """
     u = unit_roundoff(dtype)
     magnitude: Array = np.sum([np.abs(part) for part in parts], axis=0)
-    # A complex rounding is one of each component.
+    # A complex number is rounded by component.
     return magnitude * (roundings * u / (1 - roundings * u)) * 2**0.5 + torch.finfo(dtype).tiny
 
 

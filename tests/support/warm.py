@@ -108,7 +108,8 @@ class Nursery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# -- what ranks are forked from -----------------------------------------------------------------------------
+# -- processes that fork ranks
+# ----------------------------------------------------------------------------------
 
 
 def serve(path: str) -> list[str]:

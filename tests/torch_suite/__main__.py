@@ -1,6 +1,6 @@
 """Torch's own tests for two backends: `python tests/torch_suite [--ranks 2,3] [--only 'test_ddp*']`.
 
-What gloo passes mcr must pass, but for the tests that are listed here with their reason: those are run once
+mcr must pass the tests that gloo passes, except for the tests listed here with their reasons: they run once
 more under the name of gloo.
 """
 
@@ -35,7 +35,7 @@ EXPLAINED: Final[dict[str, str]] = {
 def run(
     backend: str, gate: str, ranks: int, patterns: list[str], **environment: str
 ) -> dict[str, dict[str, str]]:
-    """How each test ended, by its name."""
+    """Return the outcome of each test by its name."""
     command = [sys.executable, str(SUITE), backend, gate, str(ranks), *patterns]
     found = {}
     with subprocess.Popen(

@@ -1,8 +1,8 @@
-"""Runs c10d's tests of fault tolerance: `python fault_tolerance_suite.py BACKEND [SOURCE [PATTERN…]]`.
+"""Run c10d's tests of fault tolerance: `python fault_tolerance_suite.py BACKEND [SOURCE [PATTERN…]]`.
 
-They are those of the torch that is installed (2.14 on), if its wheel has them, or those in SOURCE: torch's
-source tree of that version, or a file of it. Each test starts three processes. Prints one JSON line per test:
-its name, `pass`, `fail` or `skip`, and why.
+The tests come from the installed torch (2.14 on), if its wheel has them, or from SOURCE: torch's source tree
+of that version, or a file of it. Each test starts three processes. Prints one JSON line per test: its name,
+`pass`, `fail` or `skip`, and why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME: Final = "test_c10d_fault_tolerance.py"
 
 
 def found(source: str) -> Path | str:
-    """The file with the tests, or why there are none that the installed torch could run."""
+    """Return the file with the tests, or the reason why the installed torch can run none."""
     import torch
     import torch.distributed as dist
 
@@ -37,7 +37,7 @@ def found(source: str) -> Path | str:
 
 
 def suite_of(backend: str, file: Path) -> Any:
-    """The tests for one backend, as a class."""
+    """Return the tests for one backend, as a class."""
     spec = spec_from_file_location("fault_tolerance", file)
     assert spec is not None
     assert spec.loader is not None
@@ -51,7 +51,7 @@ def suite_of(backend: str, file: Path) -> Any:
             module.prepare()
     suite = theirs._make_fault_tolerance_test_class(backend, "cpu")
 
-    def fork(test: Any) -> None:  # processes that start anew would not find the class
+    def fork(test: Any) -> None:  # spawned processes would not find the class
         test._start_processes(multiprocessing.get_context("fork").Process)
 
     suite._spawn_processes = fork
@@ -59,7 +59,7 @@ def suite_of(backend: str, file: Path) -> Any:
 
 
 def main(backend: str, source: str, patterns: list[str]) -> int:
-    """Run the tests whose names match one of `patterns`, all if there are none; 1 if one fails."""
+    """Run the tests with names that match one of `patterns` (default: all); return 1 if one fails."""
     file = found(source)
     if isinstance(file, str):
         print(json.dumps({"test": "all", "outcome": "skip", "why": file}))

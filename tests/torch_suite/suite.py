@@ -1,9 +1,9 @@
-"""Runs torch's own tests of torch.distributed: `python suite.py BACKEND GATE RANKS [PATTERN…]`.
+"""Run torch's own tests of torch.distributed: `python suite.py BACKEND GATE RANKS [PATTERN…]`.
 
-They lie in the wheel (torch.testing._internal.distributed.distributed_test). What a test needs of a backend
-is decided while that module is imported, by a name: GATE, `gloo` or `mpi`, which opens other tests. Then
-they run with BACKEND. Every test forks RANKS processes. Prints one JSON line per test: its name, `pass`,
-`fail` or `skip`, and why.
+The tests lie in the wheel (torch.testing._internal.distributed.distributed_test). When that module is
+imported, the name GATE decides which tests apply: `gloo`, or `mpi` for other ones. Then they run with
+BACKEND. Every test forks RANKS processes. Prints one JSON line per test: its name, `pass`, `fail` or `skip`,
+and why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 60
 
 
 def main(backend: str, gate: str, ranks: int, patterns: list[str]) -> None:
-    """Run the tests whose names match one of `patterns`, all if there are none."""
+    """Run the tests with names that match one of `patterns` (default: all)."""
     folder = tempfile.mkdtemp(prefix="mcr-suite-")
     os.environ.update(
         BACKEND=gate, WORLD_SIZE=str(ranks), TEMP_DIR=folder, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1"
@@ -62,7 +62,7 @@ def prepared(backend: str) -> Any:
 
 
 def outcome(test: unittest.TestCase) -> dict[str, str]:
-    """How a test ended."""
+    """Return the outcome of a test."""
     result = unittest.TestResult()
     test.run(result)
     if result.skipped:

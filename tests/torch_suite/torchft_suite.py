@@ -1,7 +1,8 @@
-"""Runs torchft's own tests of process groups on `ProcessGroupMcr`: `python torchft_suite.py [PATTERN…]`.
+"""Run torchft's own tests of process groups on `ProcessGroupMcr`: `python torchft_suite.py [PATTERN…]`.
 
-They lie in torchft's wheel (torchft.process_group_test, from October 2026 on). There, ranks are threads of
-one process. A process has one job of mcr_plus, so each rank is forked here, and each test as well. Prints one
+The tests lie in torchft's wheel (torchft.process_group_test, from October 2026 on). There, ranks are threads
+of one process. A process has one job of mcr_plus, so each rank is forked here, and each test as well. Prints
+one
 JSON line per test: its name, `pass`, `fail` or `skip`, and why.
 """
 
@@ -53,7 +54,7 @@ class Forked:
             other.send((False, traceback.format_exc()))
 
     def outcome(self) -> tuple[bool | None, Any]:
-        """Whether the call has returned, None if it was skipped, and its value or the reason."""
+        """Return whether the call has returned (None: skipped), and its value or the reason."""
         try:
             done = self._told.recv() if self._told.poll(90) else (False, "not done within 90 s")
         except EOFError:
@@ -63,7 +64,7 @@ class Forked:
         return done
 
     def result(self) -> Any:
-        """The value; raises `RuntimeError` with the traceback."""
+        """Return the value; raises `RuntimeError` with the traceback."""
         returned, value = self.outcome()
         if not returned:
             raise RuntimeError(value)
@@ -71,7 +72,7 @@ class Forked:
 
 
 class Executor:
-    """What the tests use of ThreadPoolExecutor."""
+    """The part of ThreadPoolExecutor that the tests use."""
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Forked:
         """Start a call."""
@@ -104,7 +105,7 @@ class McrMultiPgTest(theirs.MultiPgBaseTest):  # type: ignore[misc]
 
 
 def tests() -> dict[str, Callable[[], None]]:
-    """All tests by name."""
+    """Return all tests by name."""
     found: dict[str, Callable[[], None]] = {}
     for name in ON_ONE_RANK:
         found[name] = getattr(theirs.ProcessGroupTest(name), name)
@@ -119,7 +120,7 @@ def tests() -> dict[str, Callable[[], None]]:
 
 
 def main(patterns: list[str]) -> int:
-    """Run the tests whose names match one of `patterns`, all if there are none; 1 if one fails."""
+    """Run the tests with names that match one of `patterns` (default: all); return 1 if one fails."""
     for module in (collectives_kernels, interpreter_kernels, p2p_kernels):
         module.prepare()
     theirs.ProcessGroupGloo = ProcessGroupMcr
@@ -127,7 +128,7 @@ def main(patterns: list[str]) -> int:
     for name, test in tests().items():
         if patterns and not any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
             continue
-        # Those of several ranks fork by themselves.
+        # Tests with several ranks fork by themselves.
         returned, why = Forked(test).outcome() if name in ON_ONE_RANK else _called(test)
         outcome = "skip" if returned is None else "pass" if returned else "fail"
         failed += outcome == "fail"

@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels of codecs for a GPU, without one, by calling their modules as codecs do.
+"""Compile the codecs' Triton kernels for a GPU, without one, by the calls that codecs make.
 
     python compile_kernels.py NAME…      names of modules of mcr_plus.kernels.gpu
 
 A launch compiles its kernel for the types of its arguments to machine code of compute capability 9.0, and
-runs nothing. Prints what it has compiled.
+runs nothing. Prints the compiled kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ done: Final[set[str]] = set()
 
 
 def type_of(value: Any) -> str:
-    """An argument's type, as launches derive it."""
+    """Return an argument's type, as launches derive it."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
     if isinstance(value, float):
@@ -50,7 +50,7 @@ def type_of(value: Any) -> str:
 
 
 def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-    """In place of a launch."""
+    """Compile a kernel instead of launching it."""
     names = [param.name for param in kernel.params]
     constant = {param.name for param in kernel.params if param.is_constexpr}
     values = dict(zip(names, args, strict=False)) | {n: v for n, v in given.items() if n in names}

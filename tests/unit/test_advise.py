@@ -1,4 +1,4 @@
-"""`mcr-plus plan`: the best buckets of a step, and what is foretold: closed forms, and all partitions."""
+"""`mcr-plus plan`: the best buckets of a step and its predictions, by closed forms and all partitions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def costs(*measured: Measured, topology: Topology = ONE_HOST) -> ClusterCosts:
 def test_one_gradient_is_a_closed_form() -> None:
     advice = advise(step_of([("w", 1 << 20, 0.01)], forward=0.03, after=0.005), costs())
     took = ALPHA + BETA * 2**20
-    # What issuing takes is hidden behind the operation.
+    # The operation hides the time of issuing.
     assert advice.timeline.step_s == pytest.approx(0.03 + 0.01 + took + 0.005, rel=1e-6)
     assert advice.timeline.how == "measured"
     assert advice.timeline.compute_s == pytest.approx(0.045 + OVERHEAD, rel=1e-6)
@@ -88,7 +88,7 @@ def test_no_partition_and_no_library_is_better(seed: int) -> None:
     known = costs(*both[: 1 + seed % 2])
     advice = advise(step, known)
     best = best_of_all(step, known, [name for name, _, _ in gradients])
-    # With several libraries, and so channels, the search goes on by single changes.
+    # With several libraries, and so channels, the search continues by single changes.
     assert advice.timeline.step_s <= best * (1.02 if len(known.libraries()) == 1 else 1.05)
     assert advice.bound <= best * (1 + 1e-9)
     assert advice.bound > 0.7 * best
@@ -96,7 +96,7 @@ def test_no_partition_and_no_library_is_better(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [*range(6), 336])
 def test_plans_of_polled_libraries_are_not_called_the_best(seed: int) -> None:
-    """Their operations begin when the program polls, which the search does not know of."""
+    """Such operations begin when the program polls; the search does not know these times."""
     gradients = random_gradients(seed)
     step = step_of(gradients, forward=0.002)
     assert step.by_caller
@@ -109,13 +109,13 @@ def test_plans_of_polled_libraries_are_not_called_the_best(seed: int) -> None:
     assert advice.timeline.step_s <= best * (1 + advice.gap) * (1 + 1e-9)
 
 
-# -- steps of which not everything is sent by everyone ------------------------------------------------------
+# -- steps with gradients that not all ranks send ------------------------------------------------------------
 
 BOTH = (0, 1)
 
 
 def test_gradients_that_are_not_averaged_stay_out_of_the_plan() -> None:
-    """Parameters with `mcr_skip`, as those of experts: they are ready, and nothing carries them."""
+    """Parameters with `mcr_skip`, such as experts': they become ready, and no bucket carries them."""
     events = (
         ComputeEvent("forward", 0.01), ReadyEvent("experts.w", 4000, "float32 cpu"),
         ComputeEvent("backward", 0.01),
@@ -128,7 +128,7 @@ def test_gradients_that_are_not_averaged_stay_out_of_the_plan() -> None:
 
 
 def test_roles_send_their_own_gradients_and_shared_ones() -> None:
-    """Two stages of a pipeline, each on two ranks, with an embedding that all four have."""
+    """There are two stages of a pipeline, each on two ranks, with an embedding on all four."""
 
     def stage(name: str, ranks: tuple[int, ...], pace: float, first: int) -> Role:
         events: list[Any] = [ComputeEvent("forward", 0.01)]
@@ -157,7 +157,7 @@ def test_roles_send_their_own_gradients_and_shared_ones() -> None:
 
 
 def mixed_step() -> CapturedStep:
-    """Two dtypes; `late` has a gradient on rank 1 alone, and `unused` on no rank."""
+    """Return a step with two dtypes; `late` has a gradient on rank 1 alone, and `unused` on no rank."""
     carried = ("a", "half", "b", "late", "unused")
 
     def role(rank: int, *ready: tuple[str, int, str]) -> Role:
@@ -199,7 +199,7 @@ def test_unused_parameters_are_named_in_a_written_plan(tmp_path: Path) -> None:
 
 
 def test_nothing_beats_the_bound_where_gradients_travel_in_groups() -> None:
-    """Groups of two of four ranks: an all_reduce of four costs more, and is not what is sent."""
+    """Groups have two of four ranks: an all_reduce of four costs more, but none is sent."""
 
     def role(ranks: tuple[int, int], number: int) -> Role:
         events: list[Any] = [ComputeEvent("forward", 0.01)]
@@ -274,13 +274,13 @@ def test_the_library_of_the_step_is_no_other_one_than_those_of_the_table() -> No
 
 
 def test_an_unmeasured_share_is_reported() -> None:
-    """Where operations run beside computing, what they take of the core is a part of the time."""
+    """If operations run during computing, their share of the core is a part of the time."""
     gradients = [(f"w{at}", 1 << 20, 0.01) for at in range(4)]
     without = advise(step_of(gradients), costs()).timeline
     assert (without.how, without.times_how) == ("assumed", "measured")
     known = advise(step_of(gradients), costs(affine("gloo", ALPHA, BETA, share=0.2))).timeline
     assert (known.how, known.times_how) == ("measured", "measured")
-    exposed = advise(step_of([("w", 64 << 20, 0.01)]), costs()).timeline  # beside nothing
+    exposed = advise(step_of([("w", 64 << 20, 0.01)]), costs()).timeline  # without computing
     assert exposed.how == "measured"
 
 
@@ -293,7 +293,7 @@ def test_searches_end_in_time() -> None:
 
 
 def test_predicted_times_are_those_of_the_changed_cluster() -> None:
-    """A gradient at the end: everything is exposed, and twice the rate halves what the link takes."""
+    """With a gradient at the end all time is exposed, and twice the rate halves the link's time."""
     cluster = {"nodes": 2, "ranks_per_node": 1, "links": {"nic": {"rate": "1Gbit/s"}}}
     sizes = np.geomspace(4.0, 1e9, 30)
     measured = Measured("all_reduce", "gloo", placed(2, 2, 1), TimeCurve(sizes, 1e6 * sizes / 125e6))
@@ -381,7 +381,7 @@ def test_the_command_writes_a_pipeline_a_report_and_json(tmp_path: Path) -> None
     assert [list(bucket.params) for bucket in plan.buckets] == document["buckets"]
     report = (tmp_path / "plan.html").read_text()
     assert report.count("<svg") == 2
-    assert not any(each["change"].startswith("compute") for each in document["what_if"])  # nobody can do that
+    assert not any(each["change"].startswith("compute") for each in document["what_if"])  # impossible
     for text in (
         "measured",
         "scaled",

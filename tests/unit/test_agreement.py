@@ -1,9 +1,9 @@
-"""Ranks that issue the same operations are never taken for ranks that do not, however late anything comes.
+"""Ranks with the same operations never seem to differ, however late messages come.
 
-Ranks are threads, each with an engine and a board of its own; what they run on completes after some looks,
-whatever the others do, so that they drift apart as far as the comparison of signatures lets them. Some
-operations start after others, and some pass a gate of their library, which pairs what ranks do. Every request
-to the store may be held up.
+Ranks are threads, each with an engine and a board of its own. Their libraries complete operations after some
+polls, whatever the others do, so ranks drift apart as far as the comparison of signatures permits. Some
+operations start after others, and some pass a gate of their library, which pairs the actions of ranks. Every
+request to the store may be held up.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LONGEST_S = 300e-6
 
 
 class Slow:
-    """A store whose requests may be held up."""
+    """A store that may hold up requests."""
 
     def __init__(self, store: HashStore, chance: random.Random) -> None:
         self._store, self._chance = store, chance
@@ -73,10 +73,10 @@ def on_one_host() -> MakeBoard:
 
 
 class Gate:
-    """A library's gate, as MPI has one: of the first two operations of a signature, or of all.
+    """A library's gate, like MPI's: for the first two operations of a signature, or for all.
 
-    What it does for the n-th operation that asks is paired with the n-th of every other rank, as the
-    collectives of a communicator are. It takes a while now and then.
+    Like collectives of a communicator, its n-th action is paired with the n-th action of every other rank. It
+    takes a while now and then.
     """
 
     again = True
@@ -97,7 +97,7 @@ class Gate:
 
 
 class Library:
-    """The channel of a library that has gates. `asked`: by whom for what, in order, shared by all ranks."""
+    """The channel of a library with gates. `asked`: the requests of all ranks, in order."""
 
     def __init__(self, rank: int, chance: random.Random, asked: list[list[int]]) -> None:
         self._rank, self.chance, self._asked = rank, chance, asked
@@ -107,7 +107,7 @@ class Library:
         return len(self._asked[self._rank]) - 1
 
     def has_met(self, number: int) -> bool:
-        """Whether all ranks have asked so often; raises if they have not asked for the same."""
+        """Return whether all ranks have made this many requests; raise if the requests differ."""
         if any(len(theirs) <= number for theirs in self._asked):
             return False
         if len({theirs[number] for theirs in self._asked}) > 1:
@@ -119,7 +119,7 @@ class Library:
 
 
 class Rank:
-    """One rank: issues the program of a seed and notes what it was told."""
+    """One rank: issues the program of a seed and notes its errors."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Rank:
         self.group = Group("world", tuple(range(size)), rank)
         self.asynchronous = 0.5 if window == _WINDOW else 0.995
         self.steps, self.seed, self.differs, self.window = steps, seed, differs, window
-        self.own = random.Random(seed * 100 + rank)  # what is local: delays, and when to wait
+        self.own = random.Random(seed * 100 + rank)  # local choices: delays, and times of waits
         self.library = Library(rank, self.own, asked)
         self.board = make(self.group, self.own)
         self.board.first_check = self.board.check_every = 0.0  # peers' rows are read at every poll
@@ -153,7 +153,7 @@ class Rank:
         engine = Engine(peers, wait="yield", oversubscribed=False)
         nobody: Any = None
         state, channel = GroupState(self.group, self.board), BackendChannel(nobody, nobody)
-        program = random.Random(self.seed)  # what all ranks share
+        program = random.Random(self.seed)  # choices of all ranks
         known: list[Issue] = []
         waiting: list[Work] = []
         latest: Work | None = None  # of the asynchronous ones
@@ -281,7 +281,7 @@ def test_all_ranks_detect_the_differing_operation(place: Callable[[], MakeBoard]
 
 
 def _first_new_after(step: int, seed: int) -> int:
-    """The first step from this one on whose signature is new, in the program of a seed."""
+    """Return the first step from this one on with a new signature, in the program of a seed."""
     program = random.Random(seed)
     for number in range(step + 100):
         is_new = program.random() < _NEW or number == 0

@@ -1,4 +1,4 @@
-"""The board: what one rank posts and the others see."""
+"""The board: one rank posts, the others see the post."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_late_post_does_not_overwrite_the_slot_of_a_newer_operation(
 def test_old_posts_are_not_taken_for_new_ones(earlier: int, laps: int) -> None:
     first, second = shared(2)
     issue(second, earlier, 1, "old")
-    second.counter[0] = later = earlier + laps * RING  # the same slot; those between were not posted
+    second.counter[0] = later = earlier + laps * RING  # the same slot; numbers between were not posted
     assert first.read(1, later).digest is None
     assert not all_match(first, later, 1)
     assert first.read(1, earlier).digest == 1
@@ -240,7 +240,7 @@ def test_the_store_keeps_no_more_for_more_posts() -> None:
 
 
 class Hurried:
-    """A store in whose every request others may do something first."""
+    """A store that lets others act before each request."""
 
     def __init__(self, store: Store, before: Callable[[str], None]) -> None:
         self.store, self.before = store, before

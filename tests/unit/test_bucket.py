@@ -1,4 +1,4 @@
-"""Plans of buckets: what they promise, and the least finish time against every partition there is."""
+"""Plans of buckets: their properties, and the least finish time compared with all partitions."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def partitions(count: int) -> Iterator[list[tuple[int, int]]]:
 def finish_time(
     entries: Sequence[BucketEntry], parts: Sequence[tuple[int, int]], cost: Sequence[float]
 ) -> float:
-    """When the last operation of a partition is done, from the words of its definition."""
+    """Return the time when the last operation of a partition is done, by definition."""
     clock = 0.0
     for begin, end in parts:
         clock = max(clock, max(entry.ready for entry in entries[begin:end]))
@@ -120,7 +120,7 @@ timed = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, m
 @given(timed, st.data())
 @settings(max_examples=examples(150))
 def test_no_partition_is_done_earlier(spec: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Against brute force, for any cost whatever, monotone or not."""
+    """Plans equal brute force's for any cost, monotone or not."""
     ready = sorted(at for _, at in spec)
     entries = [
         BucketEntry(i, nbytes, None, at) for i, ((nbytes, _), at) in enumerate(zip(spec, ready, strict=True))
@@ -168,11 +168,11 @@ def test_alignment_of_the_earliest_finish(spec: list[tuple[int, int]], alignment
 
     plan = earliest_finish(entries, cost, alignment=alignment)
     check_layout(plan, entries, alignment)
-    assert all(bucket.nbytes in seen for bucket in plan)  # what was weighed is what is sent
+    assert all(bucket.nbytes in seen for bucket in plan)  # the priced sizes are sent
 
 
 def test_500_tensors_do_not_take_minutes() -> None:
-    """A search that is cubic in the tensors would."""
+    """A search that is cubic in the tensors would take minutes."""
     random = np.random.default_rng(0)
     ready = np.sort(random.uniform(0, 1e4, 500))
     entries = [BucketEntry(i, int(random.integers(1, 1 << 22)), None, float(ready[i])) for i in range(500)]

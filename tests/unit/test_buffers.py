@@ -1,4 +1,4 @@
-"""The buffers that stages reuse: sizes, what is kept, and what is counted."""
+"""The buffers that stages reuse: their sizes, retention and counts."""
 
 from __future__ import annotations
 

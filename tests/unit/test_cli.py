@@ -560,7 +560,7 @@ def test_a_trace_that_is_nested_too_deep(tmp_path: Path) -> None:
 
 
 def test_traces_are_regular_files(tmp_path: Path) -> None:
-    """Nobody writes into the FIFO, and nobody reads from it: commands that open it would wait for ever."""
+    """The FIFO has no writer and no reader: commands that open it would wait for ever."""
     trace, pipe = tmp_path / "trace.json", tmp_path / "pipe"
     trace.write_text(json.dumps({"traceEvents": [], "otherData": ABOUT}))
     os.mkfifo(pipe)
@@ -572,7 +572,7 @@ def test_traces_are_regular_files(tmp_path: Path) -> None:
 
 
 def test_links_to_programs_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By such a link Python finds its virtual environment."""
+    """Python finds its virtual environment by such a link."""
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`mcr-plus layout`: what it prints and ends with."""
+"""`mcr-plus layout`: its output and exit status."""
 
 from __future__ import annotations
 

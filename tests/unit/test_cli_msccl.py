@@ -1,4 +1,4 @@
-"""`mcr-plus msccl`: what each command prints and ends with."""
+"""`mcr-plus msccl`: the output and exit status of each command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ring(tmp_path: Path) -> Path:
     path = tmp_path / "ring.xml"
     answer = msccl("generate", "all_reduce_ring", "-n", 3, "-o", path)
     assert (answer[0], answer[1]) == (0, "")
-    assert str(path) in answer[2]  # what was written
+    assert str(path) in answer[2]  # the written file
     return path
 
 

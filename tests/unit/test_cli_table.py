@@ -1,4 +1,4 @@
-"""`mcr-plus table`: what each command prints, writes and ends with."""
+"""`mcr-plus table`: the output, files and exit status of each command."""
 
 from __future__ import annotations
 

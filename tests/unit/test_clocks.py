@@ -1,4 +1,4 @@
-"""Clocks of hosts by operations with known times, merged traces, and HolisticTraceAnalysis of them."""
+"""Clocks of hosts by operations with known times, merged traces, and their HolisticTraceAnalysis."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Offsets = dict[str, float]
 def operations(
     chance: random.Random, offsets: Offsets, group: str, count: int, least: float
 ) -> dict[str, dict[Key, Span]]:
-    """All ranks issue, the operation takes `least` or more from the last issue; each notices its end late.
+    """Return operations: each takes `least` or more from the last rank's issue; ranks notice its end late.
 
-    `offsets`: of each host, what its clock shows at 0 of the true one. Times in microseconds.
+    `offsets`: each host's clock at true time 0. Times in microseconds.
     """
     found: dict[str, list[tuple[Key, Span]]] = {host: [] for host in offsets}
     at = 0.0
@@ -83,7 +83,7 @@ def test_clocks_of_unlike_speed_contradict_themselves() -> None:
 
 
 def record(kind: str, number: int, issued: float, done: float, **others: Any) -> dict[str, Any]:
-    """One event as `Log.save` writes it; times in seconds."""
+    """Return an event in the form of `Log.save`; times in seconds."""
     args = {
         "kind": kind, "sequence": number, "group": "world", "bytes": 4000, "ranks": 2, "error": None,
         "t_issue": issued, "t_done": done, **others,
@@ -116,7 +116,7 @@ def operator(name: str, begin: float, end: float, pid: int) -> dict[str, Any]:
 
 
 def two_hosts(folder: Path) -> None:
-    """Logs and profiles of two hosts, whose clocks differ by 10 s, and whose times of day by 3 ms.
+    """Return logs and profiles of two hosts; their clocks differ by 10 s, their times of day by 3 ms.
 
     In microseconds of the first clock: rank 0 computes in 0–100 and 200–300, rank 1 in 0–300; an all_reduce
     takes from 50 to 250 on both.
@@ -153,7 +153,7 @@ def test_logs_and_profiles_of_two_hosts_are_on_one_clock(tmp_path: Path) -> None
     assert times[0, "all_reduce"] == pytest.approx(50)
     assert times[1, "all_reduce"] == pytest.approx(50, abs=200)
     assert times["rank 0: 77", "aten::mm"] == pytest.approx(200, abs=1)  # the second one
-    # The rank's profile moves with its log, which the time of day would place 3 ms off.
+    # The rank's profile moves with its log; the time of day would place the log 3 ms off.
     assert times["rank 1: 77", "aten::mm"] == pytest.approx(times[1, "all_reduce"] - 50, abs=1)
     assert {event["id"] for event in events if event["ph"] == "s"} == {"0/1", "1/1"}
 

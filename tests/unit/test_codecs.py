@@ -81,7 +81,7 @@ def test_dtypes_and_strides(case: Case) -> None:
 @settings(max_examples=examples(40))
 @given(st.data())
 def test_any_finite_values(case: Case, data: st.DataObject) -> None:
-    limit = 2.0**15  # what fp16 holds
+    limit = 2.0**15  # the range of fp16
     number = st.floats(-limit, limit, width=32, allow_subnormal=True)
     values = data.draw(st.lists(number, min_size=1, max_size=600))
     check_round_trip(case, "drawn", torch.tensor(values, dtype=torch.float32))
@@ -193,7 +193,7 @@ def test_refusals_of_codecs(case: Case) -> None:
 
 @every_payload
 def test_more_than_two_billion_values(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets do not wrap around at 2³¹: the last blocks of a tensor of which nothing else is touched."""
+    """Offsets do not wrap around at 2³¹: only the last blocks of a tensor are touched."""
     codec = case.make_payload()
     if codec.wire_dtype is not torch.uint8:
         pytest.skip("torch's own conversion")
@@ -218,7 +218,7 @@ def test_more_than_two_billion_values(case: Case, monkeypatch: pytest.MonkeyPatc
 @every_additive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_sums_of_additive_codecs(case: Case, ranks: int) -> None:
-    """All ranks get the same, and what error feedback is told adds up to it."""
+    """All ranks get the same sum, and the parts that error feedback gets add up to it."""
     for shape in ((7,), (33, 5), (1031,)):
         codecs = [case.make() for _ in range(ranks)]
         for rank, codec in enumerate(codecs):

@@ -1,4 +1,4 @@
-"""The compress stage: which codec an operation gets, with which options, and what is refused."""
+"""The compress stage: the codec and options of an operation, and refused settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Narrow(Scale):
 
 
 class Rest:
-    """The rest of a pipeline: keeps what it is given."""
+    """The rest of a pipeline: keeps the operations that it gets."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -113,7 +113,7 @@ def bind(
 
 
 def wire(issue: Issue, rest: Rest) -> list[float]:
-    """What travels when 1, 2, 3 are sent; checks that decoding gives them back."""
+    """Return the payload of 1, 2, 3; check that decoding gives them back."""
     tensor = torch.tensor([1.0, 2.0, 3.0])
     issue(Message(Signature("all_reduce", tensor.dtype, (3,), 12, "world", 2), (tensor,), (tensor,)))
     (message,) = rest.messages

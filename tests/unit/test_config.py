@@ -1,4 +1,4 @@
-"""Configuration: what is read, what is refused and where the refusal points, and the launch environment."""
+"""Configuration: valid values, refusals and the places that they name, and the launch environment."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ rules:                                # first match wins; only what it names is 
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave no registered name behind, and read no configuration of the person who runs the tests."""
+    """Remove registered names, and read no configuration of the person who runs the tests."""
     monkeypatch.delenv("MCR_CONFIG", raising=False)
     for name, entries in registry.REGISTRIES.items():
         monkeypatch.setitem(registry.REGISTRIES, name, dict(entries))
@@ -73,7 +73,7 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
-# --- What is read ---------------------------------------------------------------------------------------
+# --- Valid values ---------------------------------------------------------------------------------------
 
 
 def test_the_example_of_the_documentation() -> None:

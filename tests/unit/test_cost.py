@@ -176,7 +176,7 @@ def by_curve(sizes: Floats, measured: Floats, asked: Floats) -> Floats:
 
 
 def errors(figures: list[float], repeats: int = 20) -> list[float]:
-    """Relative errors at every second size by noisy times of the others; either half is left out in turn."""
+    """Return relative errors at each half of the sizes, by noisy times of the other half."""
     random = np.random.default_rng(1)
     found: list[float] = []
     truth = smooth(figures)
@@ -332,7 +332,7 @@ def test_choices(model: CostModel, kind: str, more: dict[str, Any], expected: li
 
 
 def scales(**found: tuple[Range, ...]) -> CostModel:
-    """A table in which every number of ranks, nodes or ranks per node has a time of its own, from 1 µs on."""
+    """Return a table: every number of ranks, nodes or ranks per node has a time of its own, from 1 µs on."""
     ((name, ranges),) = found.items()
     rules = [
         TableRule("mpi", 0, None, replace(TableKey("send"), **{name: each}), {"mpi": {8: index + 1.0}})  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ def scales(**found: tuple[Range, ...]) -> CostModel:
 )
 @pytest.mark.parametrize("name", ["ranks", "nodes", "ranks_per_node"])
 def test_the_nearest_scale_is_taken(name: str, asked: int, nearest: int) -> None:
-    """By ratio: 5 is nearer to 4 than to 7, 20 nearer to 10 than to 64."""
+    """Ratios count: 5 is nearer to 4 than to 7, 20 nearer to 10 than to 64."""
     model = scales(**{name: (Range(2, 5), Range(7, 11), Range(64, None))})
     more: dict[str, Any] = {name: asked}
     found = model.expected("mpi", Query("send", 8, **more))

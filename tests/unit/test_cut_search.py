@@ -23,7 +23,7 @@ def end_of(
     compute: float,
     of: Prices,
 ) -> float:
-    """The end of a step: a gradient is ready at the end of its part, later by all cuts before it."""
+    """Return the end of a step: a gradient is ready at the end of its part, later by all cuts before it."""
     free = lost = 0.0
     for i, j, choice in plan:
         part_end = min([position for position, _ in cuts if position >= j], default=len(ready))

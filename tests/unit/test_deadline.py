@@ -1,4 +1,4 @@
-"""The time that is left of a timeout."""
+"""The remaining time of a timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that the library makes for itself name their device, whatever a program has made the default one.
+"""Tensors of the library itself name their device, so the program's default device does not matter.
 
 `torch.set_default_device("cuda")`, or `with torch.device("cuda")` around a call, would move them otherwise.
 """
@@ -23,7 +23,7 @@ CANDIDATE: Final = re.compile(rf"\btorch\s*\.\s*({'|'.join(MAKERS)})\b")
 
 
 def _unnamed(source: str) -> Iterator[int]:
-    """Lines with a call such as `torch.zeros(…)` that names no device."""
+    """Return the lines with a call such as `torch.zeros(…)` without a device."""
     if not CANDIDATE.search(source):
         return
     for node in ast.walk(ast.parse(source)):

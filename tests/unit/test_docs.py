@@ -27,7 +27,7 @@ DOCUMENTS = [
 ]
 
 
-# Variables on the page that not we read, but what we use.
+# Variables on the page that other software reads.
 OF_OTHERS = {
     "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_TLS",
     "FI_TCP_IFACE", "I_MPI_FABRICS", "NO_COLOR", "TMPDIR", "NUMBA_CACHE_DIR",
@@ -46,7 +46,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def run_text(text: str, folder: str) -> None:
-    os.chdir(folder)  # for what it writes
+    os.chdir(folder)  # for its files
     exec(compile(text, "<document>", "exec"), {})
 
 
@@ -69,7 +69,7 @@ def test_yaml_blocks_are_valid_configurations(where: str, text: str) -> None:
 
 
 def table_of_codecs() -> dict[str, tuple[str, str]]:
-    """What the page says of each codec: payload, and all_reduce on two ranks; "" where there is none."""
+    """Return the page's figures of each codec: payload, and all_reduce on two ranks; "" for no figure."""
     page = (ROOT / "docs" / "compression.md").read_text()
     rows = re.findall(r"^\| (`[^|]*`) \| ([\d.]*) ?\| ([\d.]+) \|", page, re.MULTILINE)
     return {name: (payload, reduced) for cell, payload, reduced in rows for name in re.findall(r"\w+", cell)}
@@ -95,7 +95,7 @@ def shares_by_codec(codecs: list[str]) -> dict[str, list[str]]:
 @pytest.mark.long
 def test_the_figures_of_codecs_are_those_of_a_run() -> None:
     claimed = table_of_codecs()
-    assert sorted(claimed) == sorted(set(codec_names()) - {"none", "delta"})  # whose share is of the values
+    assert sorted(claimed) == sorted(set(codec_names()) - {"none", "delta"})  # its share is of the values
     for result in run_ranks(shares_by_codec, 2, args=[list(claimed)]):
         for codec, (payload, reduced) in claimed.items():
             assert result.value[codec] == [payload or "0", reduced], codec
@@ -116,7 +116,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The headings of a page as links name them."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -129,7 +129,7 @@ def test_the_index_names_every_page() -> None:
 
 def test_every_folder_of_the_package_has_its_place_and_tests() -> None:
     page = (ROOT / "docs" / "where.md").read_text()
-    # A folder of an older tree may be left, with compiled files alone.
+    # A folder of an older tree may remain with compiled files alone.
     folders = {path.parent.name for path in (ROOT / "mcr_plus").glob("*/*.py")}
     named = [
         cell
@@ -143,7 +143,7 @@ def test_every_folder_of_the_package_has_its_place_and_tests() -> None:
 
 
 def variables(path: Path) -> set[str]:
-    """Names of variables of the environment that stand as texts in a program."""
+    """Return the names of environment variables in the texts of a program."""
     texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
     names = r"RANK|WORLD_SIZE|(MCR|OMPI|PMI|PMIX|MPI|SLURM|TORCH\w*|MASTER|GLOO|LOCAL|RAY)_[A-Z_]*[A-Z]"
     return {text for text in texts if isinstance(text, str) and re.fullmatch(names, text)}

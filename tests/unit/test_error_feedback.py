@@ -1,4 +1,4 @@
-"""Residuals of error feedback: nothing that is put in is lost, whatever follows on what."""
+"""Residuals of error feedback: no input is lost, in any sequence of operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN = 1
 STEPS = (
     "call",
     "call",  # of the own part nothing is left over
-    "uncompressed",  # of which bfloat16 leaves something, of the own part, too
+    "uncompressed",  # bfloat16 leaves a residual, of the own part, too
     "call",
     "call",
     "restored",

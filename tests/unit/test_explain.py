@@ -99,7 +99,7 @@ def config(folder: Path, text: str = "", backends: str = "mpi, gloo, quick", sel
 
 
 def line_of(text: str) -> int:
-    """The line of the first rule of the table that has `text` in it."""
+    """Return the line of the first rule of the table that has `text` in it."""
     lines = TABLE.splitlines()
     found = next(number for number, line in enumerate(lines) if text in line)
     return 1 + max(number for number in range(found + 1) if lines[number].startswith("  - "))
@@ -150,7 +150,7 @@ def test_a_codec_is_compared_with_the_operation_without_it(
 
 
 def _comparison(folder: Path, kind: str, stages: str, never_slower: bool, **options: Any) -> tuple[str, str]:
-    """What is said of a message or an asynchronous operation by bf16: of the codec, and of its times."""
+    """Return the texts about a message or an asynchronous operation by bf16: its codec and its times."""
     path = folder / "compressed.yaml"
     rule = "{kind: '*', bytes: 0.., backend: gloo, measured: {gloo: {8B: 1, 1MiB: 100}}}"
     (folder / "table.yaml").write_text(f"version: 1\nrules: [{rule}]\n")
@@ -239,7 +239,7 @@ def test_between_and_beyond_measured_sizes(table: Path) -> None:
     assert beyond["alternatives"]["gloo"]["extrapolated"] is True
     below = mcr.explain("all_reduce", 4, config=path)
     assert (below["expected_us"], below["alternatives"]["mpi"]["extrapolated"]) == (1.0, True)
-    # 20 µs at 64 KiB is of another rule of the same key: one curve
+    # 20 µs at 64 KiB come from another rule of the same key: one curve
     assert mcr.explain("all_reduce", 64 * K, config=path)["alternatives"]["mpi"]["expected_us"] == 20.0
 
 
@@ -316,14 +316,14 @@ def test_built_in_tables_give_a_reason_where_their_figures_favour_another_choice
 
 
 def rule_index(path: Path, place: str) -> int:
-    """The number of the rule whose first line `place`, file:line, names."""
+    """Return the number of the rule with its first line at `place`, file:line."""
     lines = path.read_text().splitlines()
     starts = [number for number, line in enumerate(lines, 1) if line.startswith("  - ")]
     return starts.index(int(place.rpartition(":")[2]))
 
 
 def on_average(rule: dict[str, Any], name: str) -> float:
-    """How many times as long as the choice `name` takes, over the sizes of a rule: the geometric mean."""
+    """Return the ratio of `name`'s time to the choice's time: the geometric mean over the sizes of a rule."""
     low, _, high = rule["bytes"].partition("..")
     own, other = rule["measured"][rule["backend"]], rule["measured"][name]
     inside = [
@@ -345,7 +345,7 @@ rules:
 
 
 def test_unmeasured_libraries_are_no_reason(table: Path) -> None:
-    """An open end chooses what its figures, drawn out, do not bear out; nothing measured says otherwise."""
+    """An open end's choice may contradict its extrapolated figures; no measurement says otherwise."""
     table.write_text(SMALL_ONLY.format(end=""))
     way = mcr.explain("all_reduce", 25 << 20, config=config(table.parent))
     assert way["backends"] == ["mpi"]
@@ -381,7 +381,7 @@ rules:
 def test_sizes_beyond_a_single_measured_one_have_bounds(
     table: Path, nbytes: int, ranks: int, figure: str, expected: tuple[float, float | None], words: str
 ) -> None:
-    """And nobody claims that one library is faster than another there."""
+    """No text claims that one library is faster than another there."""
     table.write_text(ONE_SIZE)
     path = config(table.parent, backends="msccl, mpi, gloo")
     way = mcr.explain("all_reduce", nbytes, ranks=ranks, config=path)
@@ -793,7 +793,7 @@ def test_a_bucket_of_gradients_is_not_fused() -> None:
 
 
 def test_only_the_rule_of_a_parameter_is_named_as_its_cause() -> None:
-    """Not the later rule for all all_reduces, which matches the bucket but does not decide."""
+    """The later rule for all all_reduces matches the bucket but does not decide."""
     found = mcr.explain(
         "all_reduce", 25600, ranks=4, config=GRADIENTS, param="net.embedding", shape=[64, 100]
     )

@@ -40,7 +40,7 @@ class Library:
 
 
 def channel_of(own: Library, *, stops_as_whole: bool = False) -> FailoverChannel:
-    """A channel that has no operation yet; the library works."""
+    """Return a channel that has no operation yet; the library works."""
     library: Any = SimpleNamespace(
         name="gloo", stops_as_whole=stops_as_whole, breaks=lambda _: "", host_driven=False, rings=False
     )
@@ -74,13 +74,13 @@ def test_an_operation_that_begins_as_the_library_is_stopped_does_not_run_on_it(s
     assert not attempt(), "it waits for the second library"
     assert made._running_here() == [attempt], "so that its rank says that it is not complete"
     assert torch.equal(attempt.again(SIGNATURE).inputs[0], torch.ones(4))
-    # Nothing ends what has been handed to the library, so all of it stays, with the library's own poll.
+    # No call ends the operations that the library has, so all of them stay, with the library's own poll.
     polls = [held[2] for held in made._engine.peers.keep if held[2] is not None]
     assert [poll() for poll in polls] == [True] * stops_as_whole
 
 
 def test_an_operation_keeps_its_place_as_another_thread_returns_to_the_library() -> None:
-    """The other thread starts what has waited, and has not done so as the next operation begins."""
+    """The other thread starts waiting operations, but has not done so when the next operation begins."""
     started: list[Message] = []
     first, second = message(), message()
 

@@ -1,4 +1,4 @@
-"""What is kept of operations for failover: which tensors are copied, and what memory that takes."""
+"""Copies of operations for failover: the copied tensors and their memory."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def message(kind: str, given: torch.Tensor, result: torch.Tensor) -> Message:
 def completed(
     kept: KeptOperations, kind: str, given: torch.Tensor, result: torch.Tensor, number: int = 0
 ) -> FailoverPoll:
-    """An operation that has run on this rank, and is kept."""
+    """Return an operation that has run on this rank, and is kept."""
     issued = message(kind, given, result)
     binding = SimpleNamespace(digest=7, signature=issued.signature)
     attempt = FailoverPoll(cast("Any", SimpleNamespace(library="gloo")), cast("Any", binding), issued, number)
     attempt.keep_inputs(kept.copied)
-    issued.inputs = issued.outputs = ()  # as the handle does
+    issued.inputs = issued.outputs = ()  # like the handle
     result.fill_(number)
     attempt.complete()
     attempt.note_state({})
@@ -45,7 +45,7 @@ def completed(
 
 
 def what_is_left(kept: KeptOperations) -> list[tuple[bool, bool]]:
-    """Of each operation, whether its inputs and its result are there."""
+    """Return, for each operation, whether its inputs and its result are there."""
     records: list[RankOperation] = [each.record({}) for each in kept]
     return [(each.has_input, each.has_result) for each in records]
 
@@ -73,13 +73,13 @@ def test_two_views_of_one_storage_are_copied_before_they_are_overwritten() -> No
 
 
 def test_memory_of_the_program_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the three tensors of a bucket take turns: of all of them much more is kept than the limit."""
+    """The three tensors of a bucket take turns: together much more is kept than the limit."""
     monkeypatch.setattr(module, "_MOST_BYTES", NBYTES)
     kept = KeptOperations()
     tensors = [torch.full((NUMEL,), -1.0) for _ in range(21)]
     for number in range(20):
         completed(kept, "all_reduce", tensors[number], tensors[number + 1], number)
-    # The result of one is the input of the next one, so that all are as they were.
+    # The result of each operation is the input of the next one, so all inputs are intact.
     assert what_is_left(kept) == [(False, True)] * 20
     assert [float(each._result[5]) for each in kept if each._result is not None] == [*range(20)]
 
@@ -97,8 +97,8 @@ def test_copies_are_kept_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     kept, tensors = KeptOperations(), [torch.zeros(NUMEL) for _ in range(8)]
     for number, tensor in enumerate(tensors):
         completed(kept, "all_reduce", tensor, tensor, number)
-        tensor.add_(1)  # the program goes on
-    # Of the last one the tensor is kept alive twice, as input and output, and its copy.
+        tensor.add_(1)  # the program continues
+    # The last operation keeps its tensor alive twice, as input and output, and a copy.
     assert what_is_left(kept) == [(False, False)] * 7 + [(True, False)]
     again = [*kept][-1].again([*kept][-1].binding.signature)
     assert again.inputs[0] is again.outputs[0]
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_held_weakly_is_the_same_one() -> None:
     memory = torch.arange(100.0)
     tensor = memory[10:70].view(6, 10).t()
     weak, before = WeakTensor(tensor), tensor._version
-    memory[0] = 5.0  # the count of changes is that of all views
+    memory[0] = 5.0  # all views share the count of changes
     found, is_there = weak.found()
     assert is_there
     assert (found.data_ptr(), found.shape, found.stride()) == (tensor.data_ptr(), tensor.shape, (1, 10))

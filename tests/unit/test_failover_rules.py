@@ -1,4 +1,4 @@
-"""What runs again after a library has failed: every combination of what two ranks may have."""
+"""Operations that run again after a library has failed: every combination of two ranks' states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATES = [OPEN, *DONE, None]
 
 
 def records_of_a_rank() -> list[RankRecord]:
-    """Up to three operations; those that are not kept are the oldest ones."""
+    """Return up to three operations; the oldest ones may not be kept."""
     found = []
     for count in range(4):
         for states in itertools.product(STATES, repeat=count):

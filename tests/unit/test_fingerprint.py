@@ -1,4 +1,4 @@
-"""Fingerprints: what counts as another place, and what a job says about a table that was measured in one."""
+"""Fingerprints: differences that count as another place, and a job's message about a table from one."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_nccl_from_a_path_of_ones_own_is_named_by_its_version(monkeypatch: pytes
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the logged lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def write(path: Path, facts: dict[str, Any], *, strict: bool = False) -> None:
 
 
 def join(log: Lines, table: str, rules: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Run one operation under a table; what was logged, what was raised, what came out."""
+    """Run one operation under a table; return the log, the error and the result."""
     log.lines.clear()
     pipeline = [{"select": {"table": table}}, {"dispatch": {}}]
     config = {"version": 1, "backends": ["mpi", "gloo"], "pipeline": pipeline, "rules": list(rules)}
@@ -239,7 +239,7 @@ def one_table_in_many_places(folder: str) -> list[dict[str, Any]]:
 
 
 def test_a_table_is_identified_by_its_content(tmp_path: Path) -> None:
-    """One that is named several times is one, and so is one that has another path on every rank."""
+    """A table named several times is one table, and so is a table with another path on every rank."""
     for rank in (0, 1):
         write(tmp_path / f"{rank}.yaml", {"torch": "1.2.3"})
     first, second = (r.value for r in run_ranks(one_table_in_many_places, 2, args=[str(tmp_path)]))

@@ -26,7 +26,7 @@ KINDS: Final = ("reduce_scatter", "reduce_scatter_v", "all_gather_v", "all_reduc
 
 @contextmanager
 def channels(pools: list[Pool], seconds: float) -> Iterator[list[GlooChannel]]:
-    """Both ranks of a group, whose operations gloo gives up after so many seconds."""
+    """Return both ranks of a group; gloo gives up its operations after this many seconds."""
     store, timeout, opened = HashStore(), timedelta(seconds=seconds), list[GlooChannel]()
 
     def make(rank: int) -> GlooChannel:
@@ -45,7 +45,7 @@ def channels(pools: list[Pool], seconds: float) -> Iterator[list[GlooChannel]]:
 
 
 def signature(kind: Any) -> Signature:
-    """An int16 all_reduce is one that gloo does not make itself."""
+    """Return the signature of an int16 all_reduce, which gloo does not make itself."""
     dtype = torch.int16 if kind == "all_reduce" else torch.float64
     shape = (2 * NUMEL,) if kind == "reduce_scatter" else (NUMEL,)
     return Signature(kind, dtype, shape, 8 * NUMEL, "g", 2, reduce_op="SUM")
@@ -66,7 +66,7 @@ def expected(kind: str, rank: int, number: int) -> np.ndarray[Any, Any]:
 
 
 def started(channel: GlooChannel, kind: str, rank: int, number: int) -> tuple[Poll, torch.Tensor]:
-    """An operation that has begun on a rank, and where its result goes."""
+    """Return an operation that has begun on a rank, and the tensor of its result."""
     value = values(kind, rank, number)
     out = torch.zeros(len(expected(kind, rank, number)), dtype=value.dtype)
     counts, made = (NUMEL, NUMEL), signature(kind)
@@ -91,7 +91,7 @@ def test_an_operation_that_gloo_gives_up_keeps_its_memory(kind: str) -> None:
                 assert pools[0].nbytes == 0, "its memory may be lent to another operation"
                 begun = [started(each, kind, rank, number) for rank, each in enumerate(good)]
                 with suppress(RuntimeError):
-                    started(bad[1], kind, 1, number + 1)  # too late: for what was given up
+                    started(bad[1], kind, 1, number + 1)  # too late: the operation was given up
                 for rank, (poll, out) in enumerate(begun):
                     ended(poll)
                     assert np.array_equal(out.numpy(), expected(kind, rank, number))

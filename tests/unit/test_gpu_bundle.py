@@ -1,4 +1,4 @@
-"""The library that is carried to a machine with a GPU has its machine code and no other."""
+"""The library for a machine with a GPU has this GPU's machine code and no other."""
 
 from __future__ import annotations
 

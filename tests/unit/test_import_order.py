@@ -1,4 +1,4 @@
-"""Folders import only what stands below them. import-linter would leave out folders without `__init__.py`."""
+"""Folders import only lower folders. import-linter would leave out folders without `__init__.py`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ORDER = (
     {"core", "kernels", "registry"},
     {"errors"},
 )
-# Folders that can be taken out, and those of them that each uses. The path of an operation uses none.
+# Removable folders, and the removable folders that each uses. The path of an operation uses none.
 CAPABILITIES: dict[str, set[str]] = {
     "bucketing": set(),
     "cli": {"bucketing", "launch", "layout", "observe", "reliability", "tuning", "parallel"},
@@ -142,7 +142,7 @@ def test_imports_point_downwards() -> None:
 
 
 def test_no_stage_imports_another() -> None:
-    """Except for the options of a codec, which are options of `hierarchical` too: decision 24."""
+    """The one exception: options of a codec, which are options of `hierarchical` too (decision 24)."""
     between = [
         f"{each.file}:{each.line}: {each.module}"
         for each in imports()

@@ -18,7 +18,7 @@ def codec(bits: int = 8) -> IntShared:
 
 
 def by_blocks(values: F64) -> F64:
-    """The largest magnitude of each value's block."""
+    """Return the largest magnitude of each value's block."""
     return per_block(256, 1.0)(values)
 
 
@@ -36,7 +36,7 @@ def test_the_error_of_a_sum(bits: int, ranks: int) -> None:
             largest = np.max([by_blocks(f64(values)) for values in inputs], axis=0)
             half = largest / levels / 2 * 1.0001 + 2.0**-127
             true = sum(f64(values) for values in inputs)
-            slack = 2.0**-22 * (np.abs(true) + largest)  # float32, of the decoded sum and of what is left
+            slack = 2.0**-22 * (np.abs(true) + largest)  # float32, of the decoded sum and of the residual
             assert (np.abs(f64(results[0]) - true) <= ranks * half + slack).all(), what
             for values, rest in zip(inputs, left, strict=True):
                 assert (np.abs(f64(rest)) <= half + 2.0**-22 * np.abs(f64(values))).all(), what
@@ -48,7 +48,7 @@ def test_the_error_of_a_sum(bits: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_sums_never_overflow(bits: int) -> None:
-    """All ranks at the largest code: the lanes of the sum still hold it."""
+    """All ranks have the largest code: the lanes of the sum still hold it."""
     for ranks in (*range(1, 40), 127, 128, 258, 259, 4681, 4682, 32767, 10**6):
         levels, lanes = codec(bits).grid(ranks)
         assert levels >= 2 ** (bits // 2 - 1) - 1
@@ -105,7 +105,7 @@ def test_nothing_to_sum() -> None:
 
 
 def test_the_mean_of_many_sums_with_error_feedback_is_true() -> None:
-    """What is left of one sum goes into the next: errors do not add up."""
+    """The residual of one sum goes into the next: errors do not add up."""
     random = np.random.default_rng(0)
     inputs = [torch.from_numpy(random.standard_normal(512).astype(np.float32)) for _ in range(4)]
     rests = [torch.zeros(512) for _ in inputs]

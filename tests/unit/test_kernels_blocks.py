@@ -23,9 +23,9 @@ class Format:
 
     Attributes:
         kernel: its module.
-        block: values of a block, or of those that are encoded together.
-        arguments: of `encode`, `decode`, `accumulate` and `reduce`, behind the others.
-        sizing: those of them that `nbytes` and `split` take.
+        block: values of a block, or of the blocks that are encoded together.
+        arguments: last arguments of `encode`, `decode`, `accumulate` and `reduce`.
+        sizing: the arguments that `nbytes` and `split` take, too.
     """
 
     kernel: ModuleType
@@ -35,21 +35,21 @@ class Format:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of values around those of blocks and of their lanes."""
+        """Return numbers of values around the sizes of blocks and of their lanes."""
         return (1, 5, 31, 33, self.block - 1, self.block, self.block + 1, 1000, 5003)
 
     def empty(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Room for the payload of `values`."""
+        """Return an empty payload for `values`."""
         return torch.full((self.kernel.nbytes(values.numel(), *self.sizing),), fill, dtype=torch.uint8)
 
     def encoded(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload of `values` by the CPU kernel."""
+        """Return the payload of `values` by the CPU kernel."""
         wire = self.empty(values)
         self.kernel.encode(values, wire, *self.arguments)
         return wire
 
     def expected(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload by torch."""
+        """Return the payload by torch."""
         wire = self.empty(values)
         self.kernel.encode_reference(values, wire, *self.arguments)
         return wire
@@ -89,7 +89,7 @@ every_format = pytest.mark.parametrize("name", FORMATS)
 
 
 def check(name: str, what: str, values: torch.Tensor) -> None:
-    """The CPU kernels do what the torch reference does."""
+    """Check the CPU kernels against the torch reference."""
     form = FORMATS[name]
     wire = form.encoded(values)
     same_bits(what, wire, form.expected(values))

@@ -62,7 +62,7 @@ def test_the_triton_kernels_are_the_reference(dtype: torch.dtype) -> None:
 
 @both
 def test_one_of_two_neighbours(dtype: torch.dtype) -> None:
-    """The widest number not above the magnitude or the next one; what is exact, infinite or NaN stays."""
+    """A value becomes one of its two neighbours; exact values, infinities and NaN stay."""
     for what, values in hardest():
         result, nan = rounded(values, dtype), values.isnan()
         assert torch.equal(result.isnan(), nan), what
@@ -82,14 +82,14 @@ DRAWS = 1 << 18
 
 
 def off_in_sigmas(values: torch.Tensor, mean: Any, dtype: torch.dtype) -> Any:
-    """How far means of `DRAWS` roundings are from the values, in standard deviations of such a mean."""
+    """Return the distance of means of `DRAWS` roundings from the values, in standard deviations of a mean."""
     true, near = f64(values), f64(values.to(dtype))
     bits = values.to(dtype).view(torch.int16)
     outward = (np.abs(near) < np.abs(true)).astype(np.int16) * 2 - 1
     neighbour = f64((bits + torch.from_numpy(outward)).view(dtype))
     gap = np.abs(neighbour - near)
     share = np.abs(true - near) / gap
-    # 1 / DRAWS: of an event that hardly happens once, the normal distribution's sigma says little.
+    # 1 / DRAWS: the normal distribution's sigma says little about an event that hardly happens once.
     return np.abs(mean - true) / (gap * np.sqrt(share * (1 - share) / DRAWS + 1 / DRAWS**2))
 
 
@@ -109,7 +109,7 @@ def test_unbiased(dtype: torch.dtype) -> None:
 
 @both
 def test_neighbouring_draws_are_independent(dtype: torch.dtype) -> None:
-    """Of neighbours, of steps, and of seeds: correlations within six sigma of none."""
+    """Correlations of neighbours, steps and seeds are within six sigma of zero."""
     many = torch.full((DRAWS,), 1 + 2.0**-12 + 2.0**-9)
     steps = [f64(rounded(many, dtype, 0, step)) for step in range(2)]
     steps.append(f64(rounded(many, dtype, 1, 0)))

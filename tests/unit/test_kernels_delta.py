@@ -37,7 +37,7 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 def pair(
     numel: int, dtype: torch.dtype, density: float, seed: int = 0, steps: int = 40
 ) -> list[torch.Tensor]:
-    """Random bits, NaN payloads among them, and the same with a share of them moved by some steps."""
+    """Return random bits, including NaN payloads, and a copy with some values moved by some steps."""
     draw = np.random.default_rng(seed)
     width = dtype.itemsize
     bits = torch.empty(numel, dtype=BITS[width])
@@ -183,7 +183,7 @@ def test_payloads_made_on_a_gpu_are_those_of_the_cpu(
 
 @pytest.mark.long
 def test_the_codec_uses_the_kernels_for_gpus(as_on_gpu: Callable[[bool], None]) -> None:
-    """The states of two ranks, one of which has its tensors on a GPU; through anchors and changes."""
+    """Two ranks have states, one of them with tensors on a GPU; they send anchors and changes."""
     device, codec = triton_device(), Delta()
     one, other = (DeltaState(codec, Copies()) for _ in range(2))
     _, values = pair(10_001, torch.uint8, 1.0)
@@ -203,7 +203,7 @@ def test_the_codec_uses_the_kernels_for_gpus(as_on_gpu: Callable[[bool], None]) 
 
 
 def bumped(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """A hundredth of the elements moved by one step of their bits."""
+    """Move a hundredth of the elements by one step of their bits."""
     draw = torch.Generator().manual_seed(seed)
     return values + (torch.rand(values.shape, generator=draw) < 0.01).to(values.dtype)
 
@@ -217,7 +217,7 @@ def test_the_old_version_becomes_the_new_one() -> None:
 
 
 def test_steps_of_one_are_short_for_every_sign_and_size_of_a_value() -> None:
-    """Also from the least negative to the least positive value, through both zeros."""
+    """The step from the least negative to the least positive value, through both zeros, is short, too."""
     order = [*range(0xFFFF, 0x7FFF, -1), *range(0x8000)]  # bits in the order of floats
     old, new = torch.tensor(order[:-1]).to(torch.int16), torch.tensor(order[1:]).to(torch.int16)
     for first, second in ((old, new), (new, old)):
@@ -229,7 +229,7 @@ def test_steps_of_one_are_short_for_every_sign_and_size_of_a_value() -> None:
 
 
 def test_a_change_of_one_per_cent_takes_little_more_than_its_entropy() -> None:
-    """Of gaps and steps, 1.2 bytes."""
+    """The entropy of gaps and steps is 1.2 bytes per change."""
     draw = np.random.default_rng(1)
     old = torch.from_numpy(draw.normal(0, 0.02, 2_000_000)).to(torch.bfloat16)
     moved = torch.from_numpy(draw.random(old.numel()) < 0.01)
@@ -251,7 +251,7 @@ def test_the_digest_is_the_reference_and_depends_on_every_bit_and_its_place() ->
             other = values.clone()
             other[at] ^= 1 << int(draw.integers(8))
             assert digests.digest(other) != digest
-    # The highest bits of two elements: what plain multiplications would miss.
+    # The highest bits of two elements: plain multiplications would miss these flips.
     base = torch.zeros(4096)
     seen = {
         digests.digest(base),
@@ -273,7 +273,7 @@ def test_the_digest_is_the_reference_and_depends_on_every_bit_and_its_place() ->
 def test_flips_of_signs_do_not_cancel_each_other_in_a_digest(nbytes: int) -> None:
     raw = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8))
     assert missed(digests.digest, raw, lanes=8) == []
-    # The last words of two blocks: their hashes are taken one after another.
+    # The last words of two blocks, which are hashed one after another.
     values = torch.zeros(2 * digests.BLOCK, dtype=torch.uint8)
     before = digests.digest(values)
     for width in (1, 2, 4, 8):
@@ -338,7 +338,7 @@ def test_mutants_write_nothing_outside_and_never_pass(
     body = kernel.header_of(wire).nbytes - kernel.HEADER
     mutant = wire.clone()
     for place, flip in places:
-        if consistent:  # the header is left as it is, so that the blocks are looked at
+        if consistent:  # the header stays valid, so that the blocks are read
             mutant[kernel.HEADER + math.floor(place * body)] ^= flip
         else:
             mutant[math.floor(place * wire.numel())] ^= flip

@@ -58,7 +58,7 @@ def test_the_cpu_kernels_are_the_reference(dtype: torch.dtype) -> None:
 
 @both
 def test_all_bit_patterns(dtype: torch.dtype) -> None:
-    """Of the upper half, so every exponent, sign, and kind of NaN; in order and shuffled."""
+    """All patterns of the upper half, so every exponent, sign, and kind of NaN, in order and shuffled."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32)
     shuffled = upper[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
     for patterns in (upper, shuffled):
@@ -80,7 +80,7 @@ def test_around_the_most_exponents_that_may_not_fit(dtype: torch.dtype, escapes:
 
 @both
 def test_payload_lengths_of_gaussian_and_random_values(dtype: torch.dtype) -> None:
-    """Gaussian values: what the codec promises. Random bits: hardly longer than the values."""
+    """Gaussian values have the promised length. Random bits are hardly longer than the values."""
     numel = 1 << 18
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     nbytes = numel * dtype.itemsize
@@ -126,7 +126,7 @@ def test_damage_is_noticed(
 
 
 def test_damage_anywhere_writes_nowhere_else() -> None:
-    """Wrong values may come of it, or an error, but no access beside the tensors."""
+    """Damage may cause wrong values or an error, but no access outside the tensors."""
     values = torch.randn(700, generator=torch.Generator().manual_seed(0))
     wire = encoded(values)
     random = np.random.default_rng(0)

@@ -193,7 +193,7 @@ def test_kernels_are_as_the_reference(dtype: torch.dtype, width: int, form: Form
 
 
 def test_special_values_travel() -> None:
-    """NaN and infinity; a block of fp8 with one of them is NaN, as in the codec."""
+    """Test NaN and infinity; an fp8 block with one of them is NaN, as in the codec."""
     own = torch.full((1, 300), 1.0)
     own[0, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
     for form in rows_of.FORMATS:

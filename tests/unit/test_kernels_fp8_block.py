@@ -1,4 +1,4 @@
-"""fp8_block rounds as torch's conversions do."""
+"""fp8_block rounds like torch's conversions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ every_scale = pytest.mark.parametrize("scale", ["float32", "e8m0"])
 @every_format
 @every_scale
 def test_every_float_rounds_as_torch_rounds(name: str, scale: kernel.Scale) -> None:
-    """Every fp8 value, every point halfway between two, and the floats beside them, at scale 1."""
+    """Test every fp8 value, every midpoint of two, and the floats next to them, at scale 1."""
     fmt = kernel.FORMATS[name]
     values = torch.arange(fmt.top + 1, dtype=torch.uint8).view(fmt.dtype).to(torch.float32)
     halfway = (values[1:] + values[:-1]) / 2

@@ -28,7 +28,7 @@ def decoded(values: torch.Tensor) -> F64:
 
 
 def test_contents_of_a_payload() -> None:
-    """By the layout of the docstring, one value at a time."""
+    """The oracle follows the layout of the docstring, one value at a time."""
     values = torch.randn(300, generator=torch.Generator().manual_seed(0))
     raw = encoded(values).numpy()
     assert raw.size == 3 * 36

@@ -1,4 +1,4 @@
-"""What int4_block promises of scales, of its transform, and of what is left."""
+"""int4_block's scales, its transform, and its residuals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ either_way = pytest.mark.parametrize("hadamard", [False, True])
 
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 def test_what_is_left_is_what_the_payload_lacks(decay: float) -> None:
-    """In one pass the same bits as one step after another in torch; what is not finite is not kept."""
+    """One pass has the bits of single steps in torch; values that are not finite are not kept."""
     random = torch.Generator().manual_seed(7)
     for what, values in hard_tensors(SIZES):
         before = torch.randn(values.numel(), generator=random)

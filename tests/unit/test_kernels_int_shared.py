@@ -95,7 +95,7 @@ def test_words_add_up_like_their_lanes(lanes: int) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_more_than_two_billion_values(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets do not wrap around at 2³¹: the last blocks of a tensor of which nothing else is touched."""
+    """Offsets do not wrap around at 2³¹: only the last blocks of a tensor are touched."""
 
     def untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE

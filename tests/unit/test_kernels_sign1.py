@@ -13,7 +13,7 @@ SIZES = (1, 5, 31, 33, 1000, 1023, 1024, 1025, 5003)
 
 
 def test_contents_of_a_payload() -> None:
-    """By the layout of the docstring, one value at a time."""
+    """The oracle follows the layout of the docstring, one value at a time."""
     values = torch.randn(3000, generator=torch.Generator().manual_seed(0))
     wire = torch.zeros(kernel.nbytes(3000), dtype=torch.uint8)
     kernel.encode(values, wire)

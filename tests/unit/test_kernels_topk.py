@@ -1,4 +1,4 @@
-"""The kernels of topk agree bit for bit, whatever the sample that the CPU's begin with says."""
+"""The kernels of topk agree bit for bit, whatever the CPU kernels' first sample shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def encoded(values: torch.Tensor, sent: int, dtype: torch.dtype = torch.float32)
 
 
 def check(what: str, values: torch.Tensor, sent: int, dtype: torch.dtype = torch.float32) -> None:
-    """The CPU kernels do what the torch reference does, which runs on GPUs too."""
+    """Check the CPU kernels against the torch reference, which runs on GPUs too."""
     wire = encoded(values, sent, dtype)
     expected = torch.zeros_like(wire)
     kernel.encode_reference(values, expected, sent, dtype)
@@ -55,13 +55,13 @@ def test_the_cpu_kernels_are_the_reference(ratio: float) -> None:
 
 
 def by_sorting(values: torch.Tensor, sent: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The indices of the largest, lower ones first among equals, by NumPy's stable sort."""
+    """Return the indices of the largest, lower ones first among equals, by NumPy's stable sort."""
     magnitudes = values.numpy().view(np.int32).astype(np.int64) & 0x7FFFFFFF
     return np.sort(np.argsort(-magnitudes, kind="stable")[:sent])
 
 
 def misleading(size: int) -> list[tuple[str, torch.Tensor]]:
-    """Large enough to be sampled, and each in its own way not what a sample shows."""
+    """Return tensors that are large enough to be sampled, and that mislead samples in different ways."""
     random = np.random.default_rng(1)
     gaussian = random.standard_normal(size).astype(np.float32)
     crowded = gaussian.copy()
@@ -117,7 +117,7 @@ def test_a_wrong_sample_changes_nothing(wrong: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 def test_more_than_two_billion_values() -> None:
-    """Of which the largest are at the end; most of them are never touched, and take no memory."""
+    """The largest values are at the end; most values are never touched, and take no memory."""
     from codec_exam import untouched
 
     numel, sent = 2**31 + 70_000, 2148

@@ -44,7 +44,7 @@ def by_reference(wire: torch.Tensor, numel: int, how: Chunking) -> torch.Tensor:
 
 
 def check(what: str, values: torch.Tensor, how: Chunking) -> None:
-    """The CPU kernels do what the torch reference does, which runs on GPUs too."""
+    """Check the CPU kernels against the torch reference, which runs on GPUs too."""
     wire = encoded(values, how)
     expected = torch.zeros_like(wire)
     reference.encode_reference(values, expected, how)
@@ -64,7 +64,7 @@ def check(what: str, values: torch.Tensor, how: Chunking) -> None:
 
 
 def largest(values: torch.Tensor, how: Chunking) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Whether each value is sent, by NumPy's stable sort of each chunk."""
+    """Return whether each value is sent, by NumPy's stable sort of each chunk."""
     magnitudes = values.numpy().view(np.int32).astype(np.int64) & 0x7FFFFFFF
     flags = np.zeros(values.numel(), np.bool_)
     for at in range(0, values.numel(), how.chunk):
@@ -85,7 +85,7 @@ def test_the_cpu_kernels_are_the_reference(bits: int) -> None:
 @pytest.mark.short("2")
 @pytest.mark.parametrize("bits", BITS)
 def test_the_residual_is_the_part_that_was_not_sent(bits: int) -> None:
-    """In one pass the same bits as one step after another in torch; what is not finite is not kept."""
+    """One pass has the bits of single steps in torch; values that are not finite are not kept."""
     random = torch.Generator().manual_seed(bits)
     for what, values in hard_tensors(SIZES):
         how = Chunking(100, 0.2, bits) if values.numel() % 2 else Chunking(4096, 0.125, bits)
@@ -185,7 +185,7 @@ def test_chunks_that_mislead_each_other(kind: str) -> None:
 
 
 def errors(values: torch.Tensor, how: Chunking) -> tuple[F64, F64]:
-    """The values sent in a chunk, and their errors."""
+    """Return the values sent in a chunk, and their errors."""
     sent = largest(values, how)
     return f64(values)[sent], (f64(decoded(values, how)) - f64(values))[sent]
 
@@ -202,7 +202,7 @@ def test_four_bits_are_within_half_a_level(values: list[float]) -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=150))
 def test_two_bits_are_means_of_parts(values: list[float]) -> None:
-    """By numpy: split at the threshold of the docstring, means of the two parts, rounded to bfloat16."""
+    """NumPy's oracle splits at the docstring's threshold and rounds the parts' means to bfloat16."""
     tensor = torch.tensor(values, dtype=torch.float32)
     true, off = errors(tensor, Chunking(200, 0.4, 2))
     magnitudes = np.abs(true)
@@ -219,7 +219,7 @@ def test_two_bits_are_means_of_parts(values: list[float]) -> None:
 
 
 def test_the_error_of_a_gaussian_tail() -> None:
-    """Of 64 of 4096 values two levels leave 0.4 % of the energy, eight 0.04 %."""
+    """With 64 of 4096 values two levels lose 0.4 % of the energy, eight levels 0.04 %."""
     values = torch.randn(4096 * 400, generator=torch.Generator().manual_seed(1))
     for bits, limit in ((2, 0.0045), (4, 0.0005)):
         true, off = errors(values, Chunking(4096, 1 / 64, bits))

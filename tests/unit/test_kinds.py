@@ -31,7 +31,7 @@ BINDERS: dict[str, list[type]] = {
 
 
 def missing(row: Collective) -> list[str]:
-    """The places that do not know a kind."""
+    """Return the places that do not know a kind."""
     kinds = [row.kind, *([row.vector] if row.vector else [])]
     backends = (ROOT / "docs" / "adding-a-backend.md").read_text()
     conformance = (ROOT / "tests" / "jobs" / "operations" / "conformance.py").read_text()

@@ -1,4 +1,4 @@
-"""What a process makes of variables that launchers of others have left in its environment."""
+"""Effects of variables that other launchers have left in a process's environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcr_plus.rendezvous import store as store_module
 from mcr_plus.rendezvous.store import open_plain_store
 from mcr_plus.rendezvous.world import World
 
-# What srun gives to the one task of a step, such as `ray start` on each node, with and without PMIx.
+# srun's variables in the only task of a step, such as `ray start` on each node, with and without PMIx.
 STEP = {
     "SLURM_JOB_ID": "42", "SLURM_STEP_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4",
     "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node7",
@@ -81,7 +81,7 @@ def test_a_program_that_a_worker_of_ray_starts_reads_its_own_launcher() -> None:
 
 
 def test_a_launcher_of_fewer_ranks_does_not_place_a_group() -> None:
-    """Steps of one task on two hosts, whose tasks have started the ranks of one job."""
+    """Two hosts have steps of one task, and these tasks have started the ranks of one job."""
     assert on_one_host(STEP)
     assert not on_one_host(STEP, ranks=2)
     two = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}

@@ -1,4 +1,4 @@
-"""The three top-level folders, their links inside the package, and what must not be in the files."""
+"""The three top-level folders, their links inside the package, and forbidden contents of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINKED = ("kernels", "fusion", "compression")
 SOURCES = ("mcr_plus", *LINKED, "tests", "benchmarks", "examples")
 _FOLDERS = f"(?:{'|'.join(LINKED)})"
 CANDIDATE = re.compile(rf"^\s*(?:from\s+(?:\.|{_FOLDERS}\b)|import\s+(?:.*,\s*)?{_FOLDERS}\b)", re.MULTILINE)
-# A path below somebody's home or build folder; system paths such as /proc and /dev/shm are meant.
+# A path below a home or build folder; system paths such as /proc and /dev/shm are allowed.
 PERSONAL_PATH = re.compile(r"[\"'\s(=](/(?:home|root|Users|work|workspace|mnt|opt|builds?)/\S+)")
 
 

@@ -1,4 +1,4 @@
-"""How the benchmark of lost hosts judges what ranks have written; without hosts."""
+"""The verdict of the benchmark of lost hosts on the files of ranks, without hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def job(folder: Path) -> lost_hosts._Job:
 def test_a_rank_that_ends_between_two_looks_is_not_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was taken for one that had not given up."""
+    """Such a rank once counted as one that had not given up."""
     looks = Path.exists
 
     def exists(path: Path) -> bool:

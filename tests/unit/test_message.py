@@ -1,4 +1,4 @@
-"""What is handed down the pipeline."""
+"""Messages that stages hand down the pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which sends and receives start that wait for something else, such as a copy to the host."""
+"""The starting order of sends and receives that wait for other work, such as a copy to the host."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_messages_start_in_order_and_no_other_waits(seed: int) -> None:
 
 
 def test_a_poll_looks_at_each_message_a_few_times() -> None:
-    """As where a state is laid out anew, a tensor to a message."""
+    """The test resembles a state that changes its layout, with a message per tensor."""
     works = [issued(0, "send", number, number % 4, ready=False) for number in range(500)]
     CountedMessage.reads = 0
     assert start_messages(works, lambda _: None) == works

@@ -1,4 +1,4 @@
-"""Where an MPI library is looked for, and what is set before MPI is initialised."""
+"""The search for an MPI library, and the settings before MPI is initialised."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def per_tensor(count: int) -> BucketPlan:
 @pytest.mark.parametrize("compute", [0.25, 1.0, 4.0])
 @pytest.mark.parametrize("by_caller", [False, True])
 def test_gradients_one_by_one_and_in_one_bucket(count: int, compute: float, by_caller: bool) -> None:
-    """Operations of one second each behind each other, or behind computing."""
+    """Operations of one second each run after each other, or after computing."""
     events = gradients(count, compute, (0, 1))
     step = step_of(events, events, by_caller=by_caller)
     each = simulate(step, per_tensor(count), given())
@@ -93,7 +93,7 @@ def test_gradients_one_by_one_and_in_one_bucket(count: int, compute: float, by_c
 
 @pytest.mark.parametrize(("share", "compute"), [(0.0, 2.0), (0.25, 2.0), (0.5, 1.0), (0.5, 0.1), (1.0, 2.0)])
 def test_an_operation_takes_its_share_of_computing(share: float, compute: float) -> None:
-    """One second in flight: share of it is lost, if there is so much to compute meanwhile."""
+    """One second in flight costs `share` of a second if there is enough to compute meanwhile."""
     events: list[Event] = [IssueEvent(0, "all_reduce", 1000, (0, 1)), ComputeEvent("", compute), WaitEvent(0)]
     found = simulate(step_of(events, events), None, given(share=share))
     left = compute - (1 - share)
@@ -149,7 +149,7 @@ def test_the_critical_path_has_no_gaps_and_names_its_waits() -> None:
 @pytest.mark.parametrize("by_caller", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_one_queue_is_the_course_of_a_plan(seed: int, by_caller: bool) -> None:
-    """As `plan.simulate`, which is other code."""
+    """`plan.simulate`, separate code, has the same result."""
     draw = random.Random(seed)
     for _ in range(examples(10)):
         count = draw.randint(1, 8)
@@ -182,7 +182,7 @@ def test_one_queue_is_the_course_of_a_plan(seed: int, by_caller: bool) -> None:
 
 
 def orders(count: int) -> Iterator[list[int]]:
-    """Every order of issuing so many operations, one after another, and of waiting for each: n, then ~n."""
+    """Return every order of issues (n) and waits (~n) of this many operations."""
 
     def more(issued: int, open_: frozenset[int], before: list[int]) -> Iterator[list[int]]:
         if issued == count and not open_:
@@ -267,7 +267,7 @@ def by_programs(flows: Sequence[float], needs: Sequence[Mapping[int, float]], li
     fixed: dict[int, float] = {}
 
     def best(goal: np.ndarray[Any, Any], floor: float) -> float:
-        """Maximum of `goal` over (rates, level): rates of those not fixed are at least the level."""
+        """Return the maximum of `goal` over (rates, level): rates are fixed, or at least the level."""
         rows = [[*row, 0.0] for row in capacity]
         limits = [1.0] * links
         for i in range(count):
@@ -313,7 +313,7 @@ def test_links_by_hand() -> None:
 
 
 def test_two_groups_of_a_node_share_its_link() -> None:
-    """Two operations of one second that need the whole link: both take two, or one after another one each."""
+    """Two operations need the whole link for 1 s: together both take 2 s, one after another 1 s each."""
     topology = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": {"nic": {"rate": "1Gbit/s"}}})
     events: list[list[Event]] = [
         [IssueEvent(0, "all_reduce", 1000, (rank % 2, rank % 2 + 2)), WaitEvent(0)] for rank in range(4)
@@ -346,7 +346,7 @@ class InRounds(Given):
 def test_an_operation_waits_for_a_message_of_each_operation_before_it(
     sent: int, library: str, shares: bool
 ) -> None:
-    """Two seconds of each all_reduce, of which a message takes one, and half a second of an all_to_all.
+    """Each all_reduce takes 2 s, one of them for a message, and an all_to_all takes half a second.
 
     Another library has connections of its own, so that its messages have the same rate as this one.
     """
@@ -392,7 +392,7 @@ class Stepped:
                 self.arrived[group].add(rank)
 
     def goes_on(self, rank: int) -> bool:
-        """Whether the rank has passed its event."""
+        """Return whether the rank has passed its event."""
         each = self.programs[rank][self.at[rank]]
         if isinstance(each, IssueEvent):
             self.issued[rank][each.group] += 1
@@ -407,7 +407,7 @@ class Stepped:
         return True
 
     def settle(self) -> None:
-        """All that takes no time."""
+        """Do everything that takes no time."""
         moved = True
         while moved:
             moved = False
@@ -515,7 +515,7 @@ def test_random_programs_run_as_by_small_steps_of_time(seed: int, by_caller: boo
 
 
 def tensor_and_data_parallel(layers: int, draw: random.Random) -> CapturedStep:
-    """Two ranks of a node that share each layer, and gradients over two nodes."""
+    """Return a step of two ranks per node that share each layer, with gradients over two nodes."""
     times = [draw.random() / 10 for _ in range(layers)]
     sizes = [draw.randint(10, 200) for _ in range(layers)]
     programs = []
@@ -555,7 +555,7 @@ def test_ranks_that_do_the_same_are_simulated_once(ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_folding_never_changes_a_result(seed: int) -> None:
-    """Also where ranks differ, and where a rank has two queues that are alike: a ring of pairs."""
+    """The test includes different ranks, and ranks with two equal queues: a ring of pairs."""
     draw = random.Random(seed)
     topology = Topology.of({"nodes": 4, "ranks_per_node": 2, "links": {"nic": {"rate": "1Gbit/s"}}})
     costs = given(topology, share=0.2, busy={"nic": 0.9})
@@ -576,7 +576,7 @@ def test_folding_never_changes_a_result(seed: int) -> None:
 
 
 def test_four_thousand_ranks_have_the_shape_of_four() -> None:
-    """Groups with gradients extend over all ranks, those of a node do not."""
+    """Groups with gradients extend over all ranks; groups of a node do not."""
     step = tensor_and_data_parallel(40, random.Random(1))
     links = {"nic": {"rate": "1Gbit/s"}, "inside": {"rate": "1Gbit/s", "per": "node"}}
     topology = Topology.of({"nodes": 2048, "ranks_per_node": 2, "links": links})
@@ -589,7 +589,8 @@ def test_four_thousand_ranks_have_the_shape_of_four() -> None:
     )  # the costs are the same here
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- refused arguments
+# -----------------------------------------------------------------------------------------
 
 PAIR = (0, 1)
 

@@ -1,4 +1,4 @@
-"""When a codec is left out because it is slower: the trial that decides, on a clock of the test's own."""
+"""Trials that leave out a codec if it is slower, on a clock of the test."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Job:
         return Issue(start)
 
     def make(self, calls: int, *, waits: bool = True, after: Work | None = None) -> str:
-        """Make calls; returns which way they went."""
+        """Make calls; return the way that each took."""
         self.calls = ""
         for call in range(calls):
             message = Message(PLAIN) if after is None else Message(PLAIN, after=after)

@@ -1,4 +1,4 @@
-"""Online refinement: what a trial decides, that ranks agree on it, what is written, and what it costs."""
+"""Online refinement: the decisions of trials, agreement of ranks, written tables, and costs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Agreed = Callable[[OnlineTrial], list[float]]
 def play(
     trial: OnlineTrial, agreed: Agreed, calls: int, local: random.Random | None = None
 ) -> Iterator[Turn]:
-    """Make calls as a rank does, with `agreed` for what the ranks' exchange gives, and own times `local`."""
+    """Make a rank's calls, with `agreed` for the result of the ranks' exchange, and own times `local`."""
     shared: list[float] = []
     turns = trial.schedule()
     for call in range(trial.calls, trial.calls + calls):
@@ -83,7 +83,7 @@ def play(
 
 
 def timed(seconds: Callable[[int, int], float], missing: float = 0.0, seed: int = 0) -> Agreed:
-    """What ranks agree on if a call takes `seconds(candidate, candidate in charge)`; some are not known."""
+    """Return the agreed times if a call takes `seconds(candidate, candidate in charge)`; some are unknown."""
     chance = random.Random(seed)
 
     def agreed(trial: OnlineTrial) -> list[float]:
@@ -104,7 +104,7 @@ def noisy(medians: Sequence[float], sigma: float, seed: int) -> Callable[[int, i
 
 
 def bound(candidates: int, lag: int) -> int:
-    """The number of calls after which a trial has ended, from what the documentation says."""
+    """Return the number of calls after which a trial has ended, by the documentation."""
     return 32 + candidates * 12 * (3 * (candidates - 1) * 32 + lag)
 
 
@@ -127,7 +127,7 @@ def test_share_of_calls_that_go_to_rivals_is_bounded_and_ends(
     trial = OnlineTrial.of([str(index) for index in range(len(medians))], lag)
     agreed = timed(noisy(medians, sigma, seed), missing, seed)
     rivals = 0
-    # The call after the last exchange is the one that finds the trial at its end.
+    # The call after the last exchange finds the trial ended.
     for call, turn in enumerate(play(trial, agreed, bound(len(medians), lag) + 1), 1):
         rivals += turn.candidate != trial.chosen
         assert rivals <= call / 16
@@ -204,7 +204,7 @@ def test_equally_fast_candidates_do_not_change_the_choice() -> None:
 
 
 def test_choice_that_is_slower_in_use_is_reverted_permanently() -> None:
-    """In charge, b is slower than a in charge: a rival meets an idle library, for instance."""
+    """b in charge is slower than a in charge: a rival meets an idle library, for instance."""
 
     def seconds(candidate: int, chosen: int) -> float:
         return {(0, 0): 10.0, (1, 0): 8.0, (1, 1): 12.0, (0, 1): 9.0}[candidate, chosen]
@@ -215,7 +215,7 @@ def test_choice_that_is_slower_in_use_is_reverted_permanently() -> None:
     assert changes == 2
     assert trial.frozen
     assert trial.candidates[trial.chosen] == "a"
-    assert trial.medians == [10.0, 12.0]  # as they were in charge
+    assert trial.medians == [10.0, 12.0]  # the medians in charge
 
 
 def test_a_late_time_of_an_earlier_round_is_not_counted() -> None:
@@ -252,7 +252,7 @@ def test_every_place_of_a_period_meets_every_candidate() -> None:
         ([1.0] * 9, [9.0] * 2, "open"),
         ([1.0] * 9, [], "open"),
         ([1.0] * 9, [0.9] * 6, "faster"),
-        ([1.0] * 9, [0.96] * 6, "no faster"),  # a gain that is not worth a change
+        ([1.0] * 9, [0.96] * 6, "no faster"),  # the gain is too small for a change
         ([1.0] * 9, [1.0] * 6, "no faster"),
         ([1.0] * 9, [0.5] * 5 + [2.0], "open"),
         ([1.0] * 30, [0.5] * 20 + [9.0] * 2, "faster"),  # outliers do not matter
@@ -267,7 +267,7 @@ def test_compare(own: list[float], rival: list[float], expected: str) -> None:
 
 
 class Library:
-    """Chains whose operations take so many seconds of a clock that only they move."""
+    """Chains with operations that take a given time by a clock that only they move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], one_clock: bool) -> None:
         self.now = 50.0
@@ -279,7 +279,7 @@ class Library:
         self.router = Router(OnlineTrial.of("01"), chains, self._share, one_clock=one_clock)
 
     def _chain(self, name: str, seconds: float) -> Issue:
-        """Without the short way, as behind a stage from outside."""
+        """Return a chain without the fast path, like one after an outside stage."""
 
         def end() -> None:
             self.now += seconds
@@ -427,7 +427,7 @@ def test_refined_table_changes_only_refined_rules(
 
 
 def expected(base: Table | None, learnt: dict[Query, str], query: Query) -> str:
-    """Of the sizes seen in its octave the nearest by ratio decides, for operations like it in all else."""
+    """Return the candidate at the nearest size (by ratio) of the octave, for otherwise equal operations."""
     assert query.nbytes is not None
     octave = [
         seen
@@ -464,7 +464,7 @@ def test_refined_table_keeps_the_figures_and_joins_equal_neighbours(
 
 
 def points(rules: Sequence[TableRule], unit: int = 1) -> set[tuple[str, int]]:
-    """What has figures for which sizes; rules `per_rank` count a byte of every rank as one."""
+    """Return the candidates with figures by size; rules `per_rank` count a byte of every rank as one."""
     return {(name, size * unit) for rule in rules for name, curve in rule.measured.items() for size in curve}
 
 
@@ -582,13 +582,13 @@ def join(backends: Sequence[str], compress: dict[str, Any] | None = None, **sele
 
 
 def backends_used(log: Any) -> list[str]:
-    """The library of each operation in program order, but for the exchanges'."""
+    """Return the library of each operation in program order, without the exchanges."""
     mine = [record for record in log.records if record.tag != online.TAG]
     return [record.backend for record in sorted(mine, key=lambda record: record.sequence)]
 
 
 def in_charge(trace: Sequence[str]) -> str:
-    """The choice of 64 calls or more: a rival, if any is left, gets at most 6 of 64."""
+    """Return the choice of 64 calls or more: a rival, if any is left, gets at most 6 of 64."""
     (name, count), *_ = Counter(trace).most_common()
     assert count >= len(trace) - 6, trace
     return name
@@ -599,7 +599,7 @@ SLOW_TABLE = "version: 1\nrules:\n  - {kind: all_reduce, bytes: 0.., backend: sl
 
 
 def quick_and_slow() -> None:
-    """Libraries that take so long by the clock of the trial, whatever else runs here."""
+    """Libraries that take a given time by the trial's clock, on a busy machine, too."""
     skipped = 0.0
 
     def skip() -> None:
@@ -612,7 +612,7 @@ def quick_and_slow() -> None:
 
 
 def recover(folder: str) -> dict[str, Any]:
-    """A job with a wrong table, and the next one with what the first has written."""
+    """Run a job with a wrong table, and a second job with the table that the first has written."""
     quick_and_slow()
     mine = Path(folder, f"rank{own_rank()}")
     mine.mkdir()
@@ -629,7 +629,7 @@ def recover(folder: str) -> dict[str, Any]:
         for _ in range(40):
             mcr.all_reduce(x)
     ratio, best = inf, torch.zeros(1, dtype=torch.float64)
-    for _ in range(10):  # a machine that is busy otherwise spoils some, not all
+    for _ in range(10):  # a busy machine spoils some, not all
         turn = [times(mcr.all_reduce, x, backend=name) for name in (None, "quick") * 100]
         ratio = min(ratio, statistics.median(turn[::2]) / statistics.median(turn[1::2]))
         mcr.all_reduce(best.fill_(ratio), mcr.MAX, backend="quick")
@@ -637,7 +637,7 @@ def recover(folder: str) -> dict[str, Any]:
             break
     state = mcr.state_dict()
     mcr.finalize()
-    mine.joinpath("after").write_text("")  # what is written from now on is the second job's
+    mine.joinpath("after").write_text("")  # the second job writes from here on
     refined = load_table(Path(folder, "wrong.refined.yaml"))
     rule = refined.lookup(Query("all_reduce", 128))
     join(["slow", "quick"], table=str(Path(folder, "wrong.refined.yaml")), online=False)
@@ -690,7 +690,7 @@ def test_a_job_with_a_wrong_table_recovers_and_the_next_one_starts_right(tmp_pat
 
 
 def disagree(scenario: str) -> dict[str, Any]:
-    """Ranks whose clocks make each of them think another library the fastest."""
+    """Run ranks with clocks that make each of them find another library the fastest."""
     clock = [0.0]
     chance = random.Random(own_rank())
     names = ["a", "b", "c"]
@@ -761,7 +761,7 @@ def use_groups() -> dict[str, Any]:
                     assert x.tolist() == [{2: 3.0, 3: 6.0}[group.size]] * 16
                 used.setdefault(group.name, []).extend(backends_used(log))
         for group in mine[1:]:
-            group.close()  # what was learnt in them is written all the same
+            group.close()  # their results are written all the same
         mcr.finalize()
         written = Path("learnt.yaml")
         table = load_table(written) if written.exists() else None
@@ -782,7 +782,7 @@ def test_every_group_has_its_own_trials_and_rank_0_writes_those_of_its_own() -> 
 
 
 def bind_once(folder: str) -> dict[str, Any]:
-    """Persistent operations: while the trial goes on, and after it."""
+    """Bind persistent operations during the trial and after it."""
     quick_and_slow()
     comm = join(["slow", "mpi"], refined=str(Path(folder, "goes-away", "table.yaml")))
     x = torch.zeros(2)
@@ -824,13 +824,13 @@ def test_persistent_operations_are_tuned_or_keep_the_final_choice(tmp_path: Path
     for value in (first, second):
         assert not value["early"]  # the slow library was in charge, which has no persistent operations
         assert value["late"]
-    # A job that has done its work does not fail because this cannot be kept.
+    # A finished job does not fail if the table cannot be written.
     assert "the results of online refinement are lost: " in results[0].stderr
     assert "goes-away/table.yaml: cannot write" in results[0].stderr
 
 
 def fail(rank: int) -> dict[str, Any]:
-    """A rival whose library fails on one rank, or on all (-1)."""
+    """Run a trial with a rival that fails on one rank, or on all (-1)."""
     uses = [0]
 
     def break_down() -> None:
@@ -869,11 +869,11 @@ def test_error_in_a_rival_is_raised_and_no_rank_hangs(rank: int) -> None:
         assert value["written"] == []
 
 
-# -- what is left alone -----------------------------------------------------------------------------
+# -- untouched tables --------------------------------------------------------------------------------
 
 
 def nowhere(folder: str) -> str:
-    """Runs on ranks: the refined table can be written on rank 1 only, where nobody writes it."""
+    """Run on ranks: only rank 1 could write the refined table, and rank 1 does not write it."""
     os.chdir(Path(folder, str(own_rank())))
     try:
         join(["gloo"], refined="out/refined.yaml")

@@ -1,4 +1,4 @@
-"""What the log says while ranks wait for others, and in processes that are not ranks of one job."""
+"""Log lines while ranks wait for others, and in processes that are not ranks of one job."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ranks_that_set_up_say_who_is_awaited(backend: str, call: str) -> None:
 
 
 def setting_up(backend: str, call: str) -> list[str]:
-    """Runs on ranks: rank 1 comes late to `new_group` or `sync`."""
+    """Run on ranks: rank 1 comes late to `new_group` or `sync`."""
     comm = mcr.init(backends=[backend])
     said: list[str] = []
     handler = logging.Handler()

@@ -1,4 +1,4 @@
-"""The pipeline while it binds: what stages hand to the later ones, and what dispatch says of an operation."""
+"""The pipeline while it binds: messages between stages, and dispatch's notes on an operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Several(Stage):
 
 
 def notes(signature: Signature, *stages: str, hosts: tuple[str, str] = ("here", "here")) -> list[Note]:
-    """What dispatch notes of the operations to which one is bound."""
+    """Return dispatch's notes on the operations to which one is bound."""
     config = load({"version": 1, "pipeline": [{name: {}} for name in (*stages, "select", "dispatch")]})
     backends = {name: backend_class(name) for name in ("msccl", "gloo")}
     context = Context(config, World(0, 2, hosts, 300.0), Group("world", (0, 1), 0), backends)
@@ -43,7 +43,7 @@ def notes(signature: Signature, *stages: str, hosts: tuple[str, str] = ("here", 
 def test_operations_in_place_of_another_may_be_in_flight_together(
     async_op: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of another kind, dtype or shape are asynchronous, also where the caller waits."""
+    """Replacements of another kind, dtype or shape are asynchronous, even if the caller waits."""
     stages: dict[str, Any] = {**registry.STAGES, "several": Several}
     monkeypatch.setitem(registry.REGISTRIES, "stages", stages)
     found = notes(SUM.replace(async_op=async_op), "several")

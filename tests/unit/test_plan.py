@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 def some_prices(draw: random.Random, count: int, choices: int) -> Prices:
-    """Any prices: not those of curves, so that nothing is monotone in size."""
+    """Return random prices that follow no curve, so they are not monotone in size."""
     seconds = np.full((choices, count + 1, count + 1), np.inf)
     shares = np.zeros_like(seconds)
     for choice, i, j in product(range(choices), range(count), range(1, count + 1)):
@@ -44,7 +44,7 @@ def every_plan(count: int, choices: int) -> Iterator[list[tuple[int, int, int]]]
 
 
 def end_of(plan: Sequence[tuple[int, int, int]], ready: Sequence[float], compute: float, of: Prices) -> float:
-    """The end of a step, as the model says it in words."""
+    """Return the end of a step by the model's definition in words."""
     free = delay = 0.0
     for i, j, choice in plan:
         time = float(of.seconds[choice, i, j])
@@ -85,7 +85,7 @@ def test_search_that_drops_labels_has_a_gap_and_ends_within_it() -> None:
     assert many.exact
     assert not few.exact
     assert many.bound <= many.step <= few.step
-    assert few.bound <= few.least <= many.step  # what was dropped may only lead to ends from there on
+    assert few.bound <= few.least <= many.step  # dropped states only lead to ends from there on
     assert few.step == pytest.approx(few.least * (1 + few.gap))
     assert many.gap == 0.0
 
@@ -130,7 +130,7 @@ def test_invalid_arguments_of_the_search_are_refused() -> None:
 
 
 def test_prices_are_those_of_aligned_buckets() -> None:
-    """One by one: padding lies between gradients, not behind the last."""
+    """Gradients are aligned one by one: padding lies between gradients, not after the last."""
     sizes, alignment = [100, 64, 1, 300], 64
     curve = BucketCurve.through({1: (1.0, 0.0), 10**6: (10.0**6, 0.5)})  # a second per byte
     of = prices(sizes, alignment, [curve], 0.0)
@@ -157,7 +157,7 @@ def course_in_steps(
     marks: Sequence[float], compute: float, last: Sequence[int], seconds: Sequence[float],
     shares: Sequence[float], overhead: float, step: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """The end of computing and of everything, by steps of time; progress by a thread."""
+    """Return the end of computing and of everything, by steps of time; progress by a thread."""
     now = done = extra = computed = 0.0
     issued = running = begun = 0
     left = 0.0
@@ -222,7 +222,7 @@ def test_closed_forms_of_the_course() -> None:
     assert simulate(marks, 4.0, np.zeros(0, np.int64), none, none).step == 4.0
     one = simulate(marks, 4.0, np.array([2]), np.array([5.0]), np.array([0.5]))  # from 3 to 8
     assert (one.computed, one.step, one.exposed) == (5.0, 8.0, 3.0)
-    # One after another as gradients become ready: the channel is never idle.
+    # Operations run one after another as gradients become ready: the channel is never idle.
     each = simulate(marks, 3.0, np.arange(3), np.full(3, 2.0), np.zeros(3))
     assert each.starts.tolist() == [1.0, 3.0, 5.0]
     assert each.step == 7.0
@@ -240,7 +240,7 @@ def test_closed_forms_of_the_course() -> None:
 
 
 def test_a_gradient_that_is_ready_twice_counts_with_its_last_part() -> None:
-    """As one that accumulates; times of readiness ascend, which the search needs."""
+    """A gradient that accumulates is ready twice; the search needs ascending times."""
     issue = IssueEvent(0, "all_reduce", 8, (0, 1), "g", None, ("b", "a"))
     times: list[Any] = [
         ReadyEvent("b", 4, "x"),
@@ -255,7 +255,7 @@ def test_a_gradient_that_is_ready_twice_counts_with_its_last_part() -> None:
 
 
 def test_gradients_have_the_time_until_the_program_waits_for_them() -> None:
-    """It waits for other operations, too, before and after that."""
+    """The program waits for other operations, too, before and after this wait."""
     events = (
         ComputeEvent("forward", 1.0), IssueEvent(0, "all_reduce", 4, (0, 1), "loss"), WaitEvent(0),
         ComputeEvent("backward", 2.0), ReadyEvent("b", 8, "float32 cpu"), ComputeEvent("backward", 3.0),
@@ -269,7 +269,7 @@ def test_gradients_have_the_time_until_the_program_waits_for_them() -> None:
 
 
 def test_an_operation_takes_at_most_a_whole_core() -> None:
-    """Also where one that runs by itself took longer than one that is waited for."""
+    """The limit holds even if an operation in the background took longer than a synchronous one."""
     table = parse_table(
         """version: 1
 fingerprint: {ranks: 2, nodes: 1, ranks_per_node: 2}

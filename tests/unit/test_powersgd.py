@@ -1,4 +1,4 @@
-"""powersgd: power iteration by hand in float64, low ranks found exactly, and what must never go wrong."""
+"""powersgd: power iteration in float64 as the oracle, exact low ranks, and robustness."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def of_rank(rank: int, rows: int, columns: int, seed: int) -> torch.Tensor:
 def after(
     calls: int, codecs: list[PowerSGD], inputs: list[torch.Tensor], shapes: Shapes
 ) -> list[torch.Tensor]:
-    """The results of the last of several calls with the same values."""
+    """Return the results of the last of several calls with the same values."""
     for _ in range(calls - 1):
         exchanged(codecs, inputs, shapes=shapes)
     return exchanged(codecs, inputs, shapes=shapes)
@@ -70,7 +70,7 @@ def parts(values: torch.Tensor, shapes: Shapes) -> list[F64]:
 
 
 def projected(matrix: F64, onto: F64) -> tuple[F64, F64]:
-    """One step by hand: the sum of all ranks' matrices on the columns of P = M Q; and the next Q."""
+    """Return one step's result, the sum of all ranks' matrices on the columns of P = M Q, and the next Q."""
     columns, _ = np.linalg.qr(matrix @ onto)
     return columns @ (columns.T @ matrix), matrix.T @ columns
 
@@ -91,7 +91,7 @@ def test_the_power_iteration_by_hand(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_a_bucket_of_many_shapes(ranks: int) -> None:
-    """What does not pay is summed as it is; all ranks get the same bits; what is left adds up."""
+    """Small tensors are summed uncompressed; all ranks get the same bits; residuals add up."""
     codecs, numel = world(ranks), size_of(BUCKET)
     whole = {0, 2, 5, 7, 8}
     for step in range(3):
@@ -114,7 +114,7 @@ def test_a_bucket_of_many_shapes(ranks: int) -> None:
 
 
 def test_a_bucket_is_its_tensors_one_by_one() -> None:
-    """Tensors beside each other share calls, never values."""
+    """Tensors of one bucket share calls, never values."""
     values = drawn(size_of(BUCKET), 1)
     (together,) = exchanged(world(1), [values], shapes=BUCKET)
     offset = 0
@@ -167,7 +167,7 @@ def test_the_start_of_the_call_before_helps() -> None:
 
 
 def test_residuals_get_through_in_time() -> None:
-    """With error feedback the mean of many results is the true mean, of whatever rank that is."""
+    """With error feedback the mean of many results is the true mean, whatever the matrix's rank."""
     true = drawn(400, 1)
 
     def mean_error(feedback: bool) -> float:
@@ -269,7 +269,7 @@ def test_the_start_depends_on_seed_key_and_shape() -> None:
 
 
 def test_the_state_does_not_live_in_the_buffers() -> None:
-    """They belong to the caller, who may use them for anything between calls."""
+    """Buffers belong to the caller, who may overwrite them between calls."""
     (codec,), values = world(1), drawn(600, 1)
     wires = [torch.zeros(each.numel) for each in codec.rounds([(30, 20)], 1)]
     list(codec.exchange(values, [(30, 20)], wires, 1, None))

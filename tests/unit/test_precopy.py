@@ -1,4 +1,4 @@
-"""The state that a newcomer gets beside training: one source and one receiver in this process."""
+"""The state that a newcomer gets during training: one source and one receiver in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Made = tuple[torch.nn.Module, torch.optim.Optimizer]
 def made(
     seed: int, *, frozen: bool = False, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
 ) -> Made:
-    """A model with buffers and an odd number of values, and its optimizer."""
+    """Return a model with buffers and an odd number of values, and its optimizer."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
     if frozen:
@@ -44,7 +44,7 @@ def train(of: Made, steps: int, at: int = 0) -> None:
 
 
 def bits(of: Made, *, buffers: bool = False) -> list[torch.Tensor]:
-    """All tensors of the state."""
+    """Return all tensors of the state."""
     model, optimizer = of
     states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
     return [*model.parameters(), *(model.buffers() if buffers else ()), *states]

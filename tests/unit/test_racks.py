@@ -1,4 +1,4 @@
-"""Racks of hosts, and what bench_scaling makes of figures; without hosts."""
+"""Racks of hosts, and bench_scaling's conclusions from figures, without hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_hosts_are_numbered_along_racks() -> None:
 
 
 def test_costs_by_the_formula_are_foretold_without_error() -> None:
-    """Of a ring, and of pairs that share the uplink of their rack."""
+    """Costs of a ring, and of pairs that share the uplink of their rack, are predicted exactly."""
     rate = 12.5e6
 
     def us(kind: str, racks: int, hosts: int, size: int) -> float:

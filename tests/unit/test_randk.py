@@ -47,7 +47,7 @@ def test_every_value_is_drawn_equally_often(numel: int, count: int) -> None:
     share = count / numel
     bound = 6 * np.sqrt(draws * share * (1 - share))
     assert np.abs(drawn - draws * share).max() < bound
-    assert draws * (1 / 3 - share) > bound or (numel, count) != (10, 3)  # what it would have seen
+    assert draws * (1 / 3 - share) > bound or (numel, count) != (10, 3)  # it would have seen this
 
 
 def all_ranks(ranks: int, **options: object) -> list[RandK]:

@@ -1,4 +1,4 @@
-"""Recording: what was recorded, its sums, and the trace, from real ranks."""
+"""Recording on real ranks: the records, their sums, and the trace."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_records_summary_and_trace(tmp_path: Path) -> None:
 
 
 def some_log() -> Log:
-    """A log of three good operations and one that failed."""
+    """Return a log of three good operations and one that failed."""
 
     def record(kind: str, backend: str, begin: float, end: float, error: str | None = None) -> Record:
         return Record(1, kind, "a", "world", backend, None, 3 << 20, 3 << 20, 1, begin, end, 0.01, 2, error)

@@ -1,4 +1,4 @@
-"""The reference: every public name has an entry and a docstring, whose examples run on two ranks."""
+"""The reference: every public name has an entry and a docstring with examples that run on two ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONSTANTS = {name for name, value in PUBLIC.items() if isinstance(value, str)}
 
 
 def entries() -> set[str]:
-    """What the pages of the reference make an entry of."""
+    """Return the names with an entry in the pages of the reference."""
     pages = "\n".join(path.read_text() for path in REFERENCE.glob("*.md"))
     return set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
 
@@ -98,14 +98,14 @@ def test_the_examples_of_docstrings_run(tmp_path: Path) -> None:
 
 
 def examples(function: Any) -> str:
-    """The programs in the docstring of a function."""
+    """Return the programs in the docstring of a function."""
     return "\n".join(
         re.findall(r"^    ```python\n(.*?)^    ```$", inspect.getdoc(function) or "", re.S | re.M)
     )
 
 
 def run_examples(programs: dict[str, str], folder: str) -> None:
-    os.chdir(folder)  # for what they write
+    os.chdir(folder)  # for their files
 
     def run(name: str) -> None:
         code = compile(inspect.cleandoc("\n" + programs[name]), name, "exec")
@@ -116,7 +116,7 @@ def run_examples(programs: dict[str, str], folder: str) -> None:
         for name in [each for each in programs if each not in apart]:
             run(name)
             mcr.barrier()
-    for name in apart:  # those that join and leave a job of their own
+    for name in apart:  # examples that join and leave a job of their own
         run(name)
 
 

@@ -1,4 +1,4 @@
-"""The registry by name, and what an installed outside package can add to it."""
+"""The registry by name, and additions of an installed outside package."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FORMAT = TableFormat("gloo", oneccl.COLLECTIVES, oneccl.export, oneccl.import_)
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leave no registered name and no fake package behind."""
+    """Remove registered names and fake packages."""
     for name, entries in registry.REGISTRIES.items():
         monkeypatch.setitem(registry.REGISTRIES, name, dict(entries))
     registry.refresh()
@@ -67,7 +67,7 @@ def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def install(
     folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: str, name: str = "fake-package"
 ) -> None:
-    """Put a package on the path as an installer would: a module, and its metadata beside it."""
+    """Put a package on the path like an installer: a module, and its metadata next to it."""
     info = folder / f"{name.replace('-', '_')}-1.2.dist-info"
     info.mkdir(parents=True)
     (folder / "fake_package.py").write_text(MODULE)

@@ -65,7 +65,7 @@ def test_requests_of_strangers_count_for_nothing(fault: str) -> None:
 
 
 def test_a_host_whose_agent_takes_no_requests_has_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a sandbox without abstract addresses."""
+    """Sandboxes without abstract addresses have such agents."""
     own = own_process("a", 0)
     others = [own._replace(place=place) for place in ("here", "there")]
     orders: list[Any] = []

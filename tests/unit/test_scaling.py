@@ -1,4 +1,4 @@
-"""Costs on another cluster: the closed forms of algorithms, and what is measured, scaled or assumed."""
+"""Costs on another cluster: the closed forms of algorithms, and measured, scaled or assumed costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cluster(nodes: int = 64, **more: Any) -> Topology:
 
 
 def measured(kind: str, library: str, rounds: float, part: float, ranks: int = 2) -> Measured:
-    """Times of so many rounds, each with a part of the bytes."""
+    """Return the times of some rounds, each with a part of the bytes."""
     sizes = [2**power for power in range(3, 28)]
     points = {size: 1e6 * rounds * (LATENCY + part * size / RATE) for size in sizes}
     return Measured(kind, library, placed(ranks, ranks, 1), TimeCurve.through(points))
@@ -63,7 +63,7 @@ def test_times_follow_the_formulas(kind: str, ranks: int) -> None:
 @pytest.mark.parametrize("nbytes", [1 << 10, MIB])
 @pytest.mark.parametrize("ranks", [4, 8, 64])
 def test_the_best_algorithm_of_a_library_counts(ranks: int, nbytes: int) -> None:
-    """Of two ranks one round with all bytes, as doubling has, or two with half, as a ring."""
+    """Two ranks take one round with all bytes (doubling), or two rounds with half of them (a ring)."""
     points = {2**power: 1e6 * (2 * LATENCY + 2**power / RATE) for power in range(3, 28)}
     two = Measured("all_reduce", "mpi", placed(2, 2, 1), TimeCurve.through(points))
     doubling = math.log2(ranks) * (2 * LATENCY + nbytes / RATE)
@@ -75,7 +75,7 @@ def test_the_best_algorithm_of_a_library_counts(ranks: int, nbytes: int) -> None
 
 
 def test_racks_share_their_uplinks() -> None:
-    """A ring crosses an uplink once; of an all_to_all, what half of the ranks send to the others does."""
+    """A ring crosses an uplink once; an all_to_all crosses it with half of the ranks' data for the others."""
     topology = cluster(8, links={"rack": {"nodes": 4, "uplink": "50Mbit/s"}})
     ring = ClusterCosts([measured("all_reduce", "gloo", 2, 1 / 2)], topology)
     expected = 14 * LATENCY + 14 / 8 * MIB / (RATE / 2)
@@ -101,7 +101,7 @@ def test_ranks_of_a_node_share_its_link(per: str, shared: int) -> None:
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 2, 10])
 def test_other_links(factor: float) -> None:
-    """What the rate explains changes with it, and the rest does not."""
+    """The part of a time that the rate explains changes with the rate; the rest does not."""
     before = cluster()
     after = before.changed([f"nic={100 * factor:g}Mbit/s", "nic.latency=1ms"])
     found = ClusterCosts([measured("all_reduce", "gloo", 2, 1 / 2)], after, before).of(
@@ -113,7 +113,7 @@ def test_other_links(factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 2, 8])
 def test_a_link_inside_nodes_counts_where_it_is_the_slowest(factor: float) -> None:
-    """A ring over two nodes of two ranks, whose links inside have half of the rate of those between."""
+    """A ring covers two nodes of two ranks; links inside have half of the rate of links between nodes."""
     links = {"inside": {"rate": "50Mbit/s"}, "nic": {"rate": "100Mbit/s"}}
     before = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": links})
     rounds, sizes = 6, [2**power for power in range(3, 28)]
@@ -170,7 +170,7 @@ def test_a_link_unknown_at_the_measurement_claims_no_gain() -> None:
     advice = advise(step_of([("w", MIB, 0.01)]), costs, what_ifs=["nic=1Gbit/s"])
     assert not any(each.change.startswith("nic") for each in advice.what_ifs)
     assert any(text.startswith("nic=1Gbit/s: nic: its rate is unknown") for text in advice.skipped)
-    # Of a cluster that nobody describes, the links are those that were measured.
+    # A cluster without a description has the measured links.
     there = ClusterCosts([two], unknown, cluster()).of("all_reduce", MIB, (0, 1), "gloo")
     assert there.seconds == pytest.approx(2 * LATENCY + MIB / RATE)
 
@@ -201,7 +201,7 @@ def test_assumed_figures_do_not_look_measured() -> None:
     assert costs.of("all_reduce", MIB, (5,), "gloo").seconds == 0.0
     one_point = Measured("all_reduce", "gloo", two.at, TimeCurve.through({8: 10.0}))
     assert ClusterCosts([one_point], cluster()).of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
-    # Times inside a node say nothing about those between nodes.
+    # Times inside a node say nothing about times between nodes.
     here = Measured("all_reduce", "gloo", placed(2, 1, 2), two.curve)
     links = {"inside": {"rate": "1GB/s"}, "nic": {"rate": "100Mbit/s"}}
     topology = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": links})
@@ -305,7 +305,7 @@ def test_probes_and_steps_have_times_too() -> None:
 
 
 def test_times_of_captured_vector_collectives_are_found() -> None:
-    """As in a mixture of experts, whose ranks send tokens in numbers that differ from step to step."""
+    """A mixture of experts has such calls: its ranks send different numbers of tokens in each step."""
     events = (
         IssueEvent(0, "all_to_all_v", 64, (0, 1), None, 3e-3),
         IssueEvent(1, "all_to_all_v", 64, (0, 1), None, 5e-3),
@@ -330,7 +330,7 @@ def test_shares_of_the_probe_complete_a_table_without_them() -> None:
 
 
 def test_shares_are_measured_only_near_their_own_sizes() -> None:
-    """Of a table with asynchronous operations of small sizes alone."""
+    """The table has asynchronous operations of small sizes alone."""
     sizes = np.array([64.0, 1024.0])
     two = measured("all_reduce", "gloo", 2, 1 / 2)
     known = Measured("all_reduce", "gloo", two.at, two.curve, (sizes, np.array([0.1, 0.3])))
@@ -340,7 +340,7 @@ def test_shares_are_measured_only_near_their_own_sizes() -> None:
 
 
 class Clocked:
-    """Stands for a communicator and its clock: operations at `rate` slow computing down beside them.
+    """A stand-in for a communicator and its clock: operations at `rate` slow concurrent computing down.
 
     A piece of computing takes `PIECE`, or PIECE / (1 - share) while an operation of that share is in flight.
     """
@@ -382,7 +382,7 @@ def test_the_probe_has_no_shares_that_it_did_not_measure(
 ) -> None:
     comm: Any = Clocked(megabytes * 1e6)
     monkeypatch.setattr(probing, "perf_counter", comm.clock)
-    monkeypatch.setattr(probing, "_EDGE", 1)  # computing takes what the clock says
+    monkeypatch.setattr(probing, "_EDGE", 1)  # computing takes the clock's time
     found = probing.probe(comm, torch.float32, torch.device("cpu"), 50 << 20, ["gloo"], comm.send)["gloo"]
     expected = [comm.share(int(size)) for size in found.sizes]
     assert found.shares.tolist() == pytest.approx(expected, abs=0.02)
@@ -392,7 +392,7 @@ def test_the_probe_has_no_shares_that_it_did_not_measure(
 
 
 class Bursting(Clocked):
-    """A link that sends up to `BURST` bytes at once, as much as it has not sent before: a token bucket."""
+    """A link that sends up to `BURST` unused bytes at once: a token bucket."""
 
     BURST = 1 << 18
 
@@ -417,7 +417,7 @@ def test_the_probe_measures_what_a_link_sustains(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_probe_sees_how_times_grow_with_size_on_distant_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sizes of three libraries each, where a message takes 20 ms."""
+    """Three libraries have two sizes each; a message takes 20 ms."""
     comm: Any = Clocked(1e6, latency=0.02)
     monkeypatch.setattr(probing, "perf_counter", comm.clock)
     monkeypatch.setattr(probing, "_EDGE", 1)
@@ -438,7 +438,7 @@ def test_between_sizes_far_apart_nothing_is_measured() -> None:
 
 
 def test_times_over_links_that_may_be_others_are_assumed() -> None:
-    """A table of one cluster, and the links of another, without a word about those of the first."""
+    """The table is from one cluster, the links from another; the first's links are unknown."""
     table = measured("all_reduce", "gloo", 2, 0.5)
     guessed = ClusterCosts([table], cluster(), guessed=True)
     assert guessed.of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
@@ -450,7 +450,7 @@ def test_times_over_links_that_may_be_others_are_assumed() -> None:
 
 
 def test_a_disturbed_operation_makes_no_slope() -> None:
-    """Of two sizes that are almost equal the faster counts, or larger sizes would take any time."""
+    """The faster of two almost equal sizes counts, or larger sizes could get any time."""
     times = {1000: 1e-4, 790_000: 6e-4, 791_000: 12e-3}
     events = tuple(
         IssueEvent(at, "all_reduce", size, (0, 1), None, took)
@@ -488,7 +488,7 @@ rules:
 
 
 def racked(nodes: int = 8, **more: Any) -> Topology:
-    """Racks of four nodes, whose links to each other have half of the rate of a node."""
+    """Return racks of four nodes; links between racks have half of the rate of a node."""
     return cluster(nodes, links={"rack": {"nodes": 4, "uplink": "50Mbit/s", "latency": "1ms"} | more})
 
 
@@ -511,7 +511,7 @@ def test_a_captured_cluster_with_racks_is_the_measured_one() -> None:
 
 
 def test_the_latency_between_racks_counts_once() -> None:
-    """It is in what was measured between racks, and is added to what was measured in one."""
+    """Times between racks include it; it is added to times in one rack."""
     eight = Measured("all_reduce", "gloo", placed(8, 8, 1), TimeCurve.through(over_racks(8)))
     found = ClusterCosts([eight], racked(16), racked()).of("all_reduce", MIB, range(16), "gloo")
     assert found.how == "scaled"
@@ -574,7 +574,7 @@ def test_nccl_has_trees_whose_latency_grows_with_the_logarithm_of_nodes(nodes: i
 
 @pytest.mark.parametrize("ranks", [16, 128])
 def test_nccl_takes_trees_for_small_sizes_and_rings_for_large_ones(ranks: int) -> None:
-    """By the links alone: a tree takes fewer rounds, and a ring has 1 / 0.92 of its bandwidth."""
+    """The links decide: a tree takes fewer rounds, and a ring has 1 / 0.92 of its bandwidth."""
     links = {"inside": {"rate": "200GB/s"}, "nic": {"rate": "100Gbit/s", "latency": "5us"}}
     topology = Topology.of({"nodes": ranks // 8, "ranks_per_node": 8, "links": links})
     costs = ClusterCosts([], topology)
@@ -586,7 +586,7 @@ def test_nccl_takes_trees_for_small_sizes_and_rings_for_large_ones(ranks: int) -
 
 @pytest.mark.parametrize("inside", [None, {"rate": "10GB/s"}])
 def test_more_ranks_in_nodes_take_no_less_time(inside: dict[str, str] | None) -> None:
-    """Also where nothing is known of the links inside nodes: their rounds have the latency of the others."""
+    """This holds for unknown links inside nodes, too: their rounds have the other links' latency."""
     links: dict[str, Any] = {"nic": {"rate": "10Gbit/s"}} | ({} if inside is None else {"inside": inside})
     topology = Topology.of({"nodes": 4, "ranks_per_node": 8, "links": links})
     points = {2**power: 20 + 2**power / 1e3 for power in range(3, 28)}

@@ -47,7 +47,7 @@ def values(seed: int, count: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def octets(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor, shared with it."""
+    """Return the bytes of a tensor, shared with it."""
     return tensor.view(torch.uint8).numpy()
 
 
@@ -78,7 +78,7 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in flight and nothing lies anywhere."""
+        """Return whether nothing is in flight and no slot holds data."""
         box = self.p2p
         return not (
             box._in_flight or box._unexpected or box._waiting or any(box._wanted) or box._wanted_of_any
@@ -312,7 +312,7 @@ COUNTS = (1, 40, 700, 0, 40, 700)  # by tag
 
 
 class Traffic:
-    """Ranks that send and receive at random, and what may have come of it."""
+    """Ranks that send and receive at random, and checks of the possible outcomes."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -365,7 +365,7 @@ class Traffic:
             assert not any(each.fits(sent) for each in self.posted[sent.target] if each.met is None)
 
     def identify(self, rank: int, posted: list[Posted]) -> None:
-        """Which message each receive has met: its contents say so."""
+        """Return the message that each receive has met, by its contents."""
         queues: dict[tuple[int, int], list[Sent]] = {}
         for sent in self.sent:
             if sent.target == rank:
@@ -383,8 +383,11 @@ class Traffic:
             assert wrong or same(each.target, values(met.seed, COUNTS[met.tag]))
 
     def check_order(self, rank: int, posted: list[Posted]) -> None:
-        """There is an order of events in which each message went to the first receive that fitted it, and
-        each receive took the first message of its source that fitted it."""
+        """Check that there is a valid order of events.
+
+        In it each message goes to the first receive that fits it, and each receive takes the first message of
+        its source that fits it.
+        """
         order: TopologicalSorter[Posted] = TopologicalSorter()
         for one in posted:
             for other in posted:
@@ -460,7 +463,7 @@ def large_both_ways(box: Box) -> Iterator[str]:
 
 
 def any_source(box: Box) -> Iterator[str]:
-    """All ranks send to all, themselves included, in random order."""
+    """Send from all ranks to all, themselves included, in random order."""
     times = 25
     counts = [(7 * turn) ** 2 // 3 for turn in range(times)]
     sends = [
@@ -481,7 +484,7 @@ def any_source(box: Box) -> Iterator[str]:
 
 
 def at_random(box: Box) -> Iterator[str]:
-    """All ranks know all messages, and each has an order of its own for what it does."""
+    """Run calls at random: all ranks know all messages, and each has its own order of calls."""
     agreed, own = random.Random(5), random.Random(box.me)
     plan = [
         (
@@ -546,7 +549,7 @@ def among_collectives(box: Box) -> Iterator[str]:
 
 
 def exam(slot: int) -> list[str]:
-    """All of the above on one segment."""
+    """Run all of the above on one segment."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
     collectives_kernels.prepare()

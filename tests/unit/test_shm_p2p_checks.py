@@ -25,11 +25,11 @@ SIZES = (1, 8, 511, 512, 513, 5000, BLOCK, BLOCK + 1, 3 * BLOCK + 77)
 
 
 class DamagedError(Exception):
-    """From a rank, first in a block."""
+    """An error of a rank, first in a block."""
 
 
 class Rank:
-    """A rank's messages, which move only when it is asked to."""
+    """A rank's messages, which move only on request."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -47,7 +47,7 @@ class Rank:
         return start(Message(signature, (), (data,), peer=peer, match_tag=tag))
 
     def fault(self, peer: int, *, incoming: bool) -> Any:
-        """The words of the fault of a queue."""
+        """Return the words of the fault of a queue."""
         row = kernels.HEAD + (2 * peer + incoming) * kernels.ROW
         return self.p2p._state[row + kernels.FAULT : row + kernels.ROW]
 
@@ -64,7 +64,7 @@ def values(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def polled(poll: Any) -> tuple[Any, ...] | None:
-    """What a poll has raised; nothing, if it is true, and None if it is not."""
+    """Return a poll's error, an empty text if it is true, and None if it is not."""
     try:
         return () if poll() else None
     except DamagedError as error:
@@ -72,7 +72,7 @@ def polled(poll: Any) -> tuple[Any, ...] | None:
 
 
 def settle(polls: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Poll all until all have ended; what each has raised."""
+    """Poll all until all have ended; return the error of each."""
     found: list[tuple[Any, ...] | None] = [None] * len(polls)
     for _ in range(20_000):
         for index, poll in enumerate(polls):

@@ -48,7 +48,7 @@ NAME_A_KIND = {
 
 @cache
 def sources(folder: str) -> dict[str, str]:
-    """The text of the modules in a folder, also behind links, by path."""
+    """Return the text of the modules in a folder, also through links, by path."""
     return {
         str(path.relative_to(ROOT / folder)): path.read_text()
         for place, _, names in os.walk(ROOT / folder, followlinks=True)
@@ -58,7 +58,7 @@ def sources(folder: str) -> dict[str, str]:
 
 
 def methods(body: list[ast.stmt]) -> set[str]:
-    """The names of methods, each once: overloads and setters share theirs."""
+    """Return the names of methods, each once: overloads and setters share theirs."""
     return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
@@ -84,18 +84,18 @@ def test_there_is_something_to_check() -> None:
 
 
 def test_classes_have_few_methods() -> None:
-    """An exception whose class has become small must go, too."""
+    """An exception for a class that has become small must be removed, too."""
     assert large_classes().keys() == ONE_PER_KIND.keys(), large_classes()
 
 
 def class_names() -> Counter[str]:
-    """How many classes of the library have each name."""
+    """Return the number of the library's classes by name."""
     nodes = (node for text in sources("mcr_plus").values() for node in ast.walk(ast.parse(text)))
     return Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
 
 
 def test_classes_have_names_of_their_own() -> None:
-    """So that a search by name finds one class. A name that is shared no more must go from the list, too."""
+    """A search by name finds one class. A name that is no longer shared must leave the list, too."""
     names = class_names()
     assert len(names) > 700
     assert {name for name, count in names.items() if count > 1} == SHARED.keys()
@@ -129,7 +129,7 @@ def test_only_the_head_of_a_long_file_counts() -> None:
 
 
 def unmarked(model: type[BaseModel], *scopes: Scope) -> list[str]:
-    """The options of a model that have none of these marks, or several."""
+    """Return the options of a model that have none of these marks, or several."""
     marked = [name for scope in scopes for name in options_marked(model, scope)]
     return [name for name in model.model_fields if marked.count(name) != 1]
 

@@ -1,4 +1,4 @@
-"""Connections of other libraries: which are looked at, and what is asked of the kernel."""
+"""Connections of other libraries: the watched ones, and their socket options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HERE = {"127.0.0.1"}
 
 @contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of a connection over loopback."""
+    """Return both ends of a connection over loopback."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as one,
@@ -125,7 +125,7 @@ def test_a_listener_takes_connections_only_when_it_is_told_to() -> None:
             take_connections(listener, accepts=False)
             with pytest.raises(TimeoutError):
                 socket.create_connection(place, timeout=0.3)
-            old.sendall(b"x")  # connections that there are go on
+            old.sendall(b"x")  # open connections continue
             assert accepted.recv(1) == b"x"
             take_connections(listener, accepts=True)
             with socket.create_connection(place, timeout=20) as new, server.accept()[0] as silent:
@@ -142,7 +142,7 @@ def test_a_listener_takes_connections_only_when_it_is_told_to() -> None:
 
 
 def strangers_at_gloo() -> list[int]:
-    """Nobody connects to gloo's port once a group is open, and groups are opened as before."""
+    """Check that no stranger connects to gloo's port once a group is open; groups open as before."""
     before = open_sockets()
     comm = mcr.init(backends=["gloo"], timeout=60)
     (listener,) = (
@@ -172,7 +172,7 @@ def strangers_at_gloo() -> list[int]:
 
 
 def gloo_listens_at(descriptor: int) -> tuple[str, int] | None:
-    """The place of a listening socket that is not the store's."""
+    """Return the address of a listening socket that is not the store's."""
     copy = socket.socket(fileno=os.dup(descriptor))
     with copy:
         place: tuple[str, int] = copy.getsockname()[:2]

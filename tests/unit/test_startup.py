@@ -1,4 +1,4 @@
-"""What starting a job imports: by what is in `sys.modules` of fresh processes, not by time."""
+"""Imports at the start of a job, by `sys.modules` of new processes, not by time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_process_pays_for_no_kernels_files_or_tables_and_still_lists_all_bac
 
 @pytest.mark.long
 def test_a_shrink_compiles_nothing() -> None:
-    """Ranks wait for each other in it, and those on busy cores would come seconds later."""
+    """Ranks wait for each other in a shrink, and ranks on busy cores would come seconds later."""
     shrinks = "import sys, mcr_plus as mcr; mcr.init(); mcr.shrink; "
     program = f"{shrinks}print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
     assert loaded([sys.executable, "-c", program]) == ["[]"]
@@ -81,7 +81,7 @@ finally:
 
 
 def add_up() -> None:
-    """Runs on ranks: what `PROGRAM` does."""
+    """Run the work of `PROGRAM` on ranks."""
     with mcr.init() as comm:
         x = torch.full((5,), comm.rank + 1.0)
         comm.all_reduce(x)
@@ -89,7 +89,7 @@ def add_up() -> None:
 
 @pytest.mark.long
 def test_kernels_from_the_cache_need_none_of_the_compiler(tmp_path: Path) -> None:
-    """The first job compiles what the cache lacks; the second finds it and imports no rules of typing."""
+    """The first job compiles the missing kernels; the second loads them and imports no rules of typing."""
     rules = ("numba", "numba.cpython.charseq", "numba.np.linalg")
     (tmp_path / "program.py").write_text(PROGRAM.format(names=rules))
     command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", "2", str(tmp_path / "program.py")]
@@ -153,7 +153,7 @@ def test_both_parsers_refuse_the_same(text: str) -> None:
 
 @pytest.mark.long
 def test_the_sources_work_without_being_installed() -> None:
-    """As on a machine to which the repository alone was carried: no metadata of the package."""
+    """A machine with a bare copy of the repository has no metadata of the package."""
     program = """
 import importlib.metadata
 known = importlib.metadata.version

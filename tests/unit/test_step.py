@@ -70,7 +70,7 @@ def test_skew_is_taken_for_waiting_and_not_for_communication(seed: int, late: fl
     computed = {each.name: each.seconds for each in step.roles[0].events if isinstance(each, ComputeEvent)}
     assert computed["a"] == pytest.approx(COMPUTED["a"], rel=0.01)
     assert computed["end"] == pytest.approx(COMPUTED["end"], rel=0.01)
-    assert computed["b"] >= COMPUTED["b"] * 0.99  # of the slowest rank: with what makes it late
+    assert computed["b"] >= COMPUTED["b"] * 0.99  # of the slowest rank, including its delay
     kinds = [type(event) for event in step.roles[0].events]
     assert kinds == [ComputeEvent, NeedEvent, ComputeEvent, ReadyEvent, IssueEvent, WaitEvent, ComputeEvent]
 
@@ -105,7 +105,7 @@ def test_ranks_that_are_slow_in_turns_make_a_step_as_slow_as_it_was() -> None:
 
 
 def of_two(marks: Any, seconds: float) -> CapturedStep:
-    """The step of two ranks with these marks, five times."""
+    """Return the step of two ranks with these marks, five times."""
     ready = Mark(ReadyEvent("w", 4, "float32 cpu"), "w", seconds, seconds)
     steps = {rank: [RankStep(seconds, (*marks(rank), ready))] * 5 for rank in range(2)}
     return CapturedStep.merged(steps, nodes=1, model="m")
@@ -220,7 +220,7 @@ def test_first_steps_that_compile_and_rare_sequences_are_left_out() -> None:
     assert [event for event in step.roles[0].events if isinstance(event, ReadyEvent)] == [
         ReadyEvent("w", 4, "float32 cpu")
     ]
-    # Only those at the beginning: later ones are part of the program.
+    # Only barriers at the beginning: later ones are part of the program.
     assert CapturedStep.merged({0: [*steps[2:], one(50.0, "w")]}, nodes=1, model="m").spread > 30
 
 
@@ -281,7 +281,7 @@ def test_a_saved_step_is_loaded_as_it_was(tmp_path: Path) -> None:
 
 
 def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
-    """And it is optional: a step of before has none."""
+    """It is optional: an older step has none."""
     probed = {"gloo": Probed("all_reduce", (4096, 1 << 20), (1e-3, 5e-3), (0.1, 0.3))}
     step, file = replace(STEP, measured=probed), tmp_path / "step.json"
     step.save(file)

@@ -1,4 +1,4 @@
-"""Streams of CUDA and of other accelerators, and what is retained until an event."""
+"""Streams of CUDA and of other accelerators, and memory retained until an event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcr_plus.errors import Unsupported
 
 
 class Module:
-    """As much of `torch.cuda` as streams need; notes its calls."""
+    """The part of `torch.cuda` that streams need; notes its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -56,7 +56,7 @@ def test_the_module_of_the_device_is_used(module: Module, monkeypatch: pytest.Mo
 
 
 class Queue:
-    """As much of `torch.Stream` as streams need: the log of what it was given."""
+    """The part of `torch.Stream` that streams need: a log of its work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,7 +67,7 @@ class Queue:
 
 
 class Mark:
-    """Likewise of `torch.Event`."""
+    """The part of `torch.Event` that streams need."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ class Mark:
 
 
 class Accelerator:
-    """Likewise of `torch.accelerator`."""
+    """The part of `torch.accelerator` that streams need."""
 
     def __init__(self) -> None:
         self.now = Queue(torch.device("xpu", 2))

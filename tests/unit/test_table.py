@@ -1,4 +1,4 @@
-"""Tuning tables: look-up, every way in which a file can be wrong, and what ranks make of a table."""
+"""Tuning tables: look-up, every mistake of a file, and the use of a table by ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_rule_has_its_file_and_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gloo", "local", "mpi", "nccl"])
 def test_an_algorithm_for_a_backend_without_algorithms(tmp_path: Path, name: str) -> None:
-    """Where a table or a rule names one: before anything runs."""
+    """A table or a rule that names one raises before any operation runs."""
     what = f"backend '{name}:ring': {name} has no algorithms to choose from; expected '{name}' alone, or a "
     found = table(tmp_path, f"kind: all_reduce, bytes: 0.., backend: '{name}:ring'")
     config = load({"pipeline": [{"select": {"table": found.name}}, {"dispatch": {}}]})
@@ -153,7 +153,7 @@ def test_narrow_rules(tmp_path: Path, narrow: str, inside: dict[str, Any], outsi
     assert answers == ["mpi", "gloo"]
 
 
-# Kinds whose bytes, by the convention of nccl-tests, are those of all ranks together.
+# Kinds whose bytes, by the convention of nccl-tests, count all ranks together.
 DIVIDED = {f"{kind}{form}" for kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
            for form in ("", "_v")}  # fmt: skip
 
@@ -544,7 +544,7 @@ def test_every_truncation_is_refused_or_a_whole_table(tmp_path: Path) -> None:
     for end in range(len(text)):
         path = tmp_path / "cut.yaml"
         path.write_text(text[:end])
-        # Cut between two entries, what is left can cover all sizes.
+        # A file cut between two entries can still cover all sizes.
         assert outcome(path) in (f"{path}", "2 rules", "3 rules")
 
 
@@ -619,7 +619,7 @@ Written = tuple[str, dict[str, str], int, "int | None"]
 
 @st.composite
 def written_rules(draw: st.DrawFn) -> list[Written]:
-    """Rules in some order, those of a key covering every size once: kind, what narrows, lo, hi."""
+    """Return rules in some order as (kind, conditions, lo, hi); the rules of a key cover every size once."""
     pieces: list[Written] = []
     seen = set()
     for _ in range(draw(st.integers(1, 3))):
@@ -649,7 +649,7 @@ def meant(rule: Written, query: Query) -> bool:
 
 
 def load_or_refuse(rules: list[Written]) -> Table | int:
-    """The table of some rules, or the index of the rule that is said to be out of reach."""
+    """Return the table of some rules, or the index of the rule that is refused as out of reach."""
     lines = [
         f"  - {{kind: {kind}, bytes: {lo}..{'' if hi is None else hi}, backend: mpi"
         + "".join(f", {name}: {value}" for name, value in narrow.items()) + "}\n"
@@ -667,7 +667,7 @@ def load_or_refuse(rules: list[Written]) -> Table | int:
 @given(written_rules())
 @settings(max_examples=examples(300))
 def test_lookup_and_reach_by_trying_every_operation(rules: list[Written]) -> None:
-    """The first rule that is meant is found; one refused as out of reach is never the first."""
+    """The first matching rule is found; a rule refused as out of reach is never the first."""
     first = {query: next((i for i, rule in enumerate(rules) if meant(rule, query)), None) for query in WORLD}
     found = load_or_refuse(rules)
     if isinstance(found, int):
@@ -709,7 +709,7 @@ def uneven_all_to_all(comm: mcr.Communicator, part: int) -> list[float]:
 
 
 def select_by(folder: str, **options: str) -> dict[str, Any]:
-    """A configuration that selects by the table in `folder`."""
+    """Return a configuration that selects by the table in `folder`."""
     select = {"table": f"{folder}/table.yaml", **options}
     pipeline = [{"select": select}, {"dispatch": {"timeout": "20s", "check": "every"}}]
     return {"version": 1, "backends": ["mpi", "gloo"], "pipeline": pipeline}
@@ -729,7 +729,7 @@ def by_vector_size(folder: str) -> dict[str, Any]:
 
 
 def by_other_keys(folder: str, *, two_hosts: bool) -> list[str]:
-    """The backends of one operation of each sort, on one host or as if on two."""
+    """Return the backends of one operation of each sort, on one host or as if on two."""
     host = f"host{own_rank() * two_hosts}"
     with (
         mock.patch("mcr_plus.job.init.host_name", return_value=host),

@@ -42,7 +42,7 @@ def every_query(
     kinds: tuple[str, ...] = ("all_reduce", "all_gather", "all_gather_v"),
     scales: Iterable[tuple[int, int]] = SCALES,
 ) -> Iterator[Query]:
-    """One operation of every sort that the generated keys tell apart, at and around every bound."""
+    """Return one operation of every sort that the generated keys tell apart, at and around every bound."""
     for kind, dtype, (ranks, nodes), async_op in product(
         kinds, ("float32", "float16"), scales, (False, True)
     ):
@@ -53,7 +53,7 @@ def every_query(
 
 
 QUERIES = tuple(every_query())
-# "*" means more than the kinds that have rules, and no rule knows that one rank is on one host
+# "*" covers kinds without rules, and no rule knows that one rank is on one host
 KINDS = ("all_reduce", "all_gather", "all_gather_v", "broadcast")
 ALL_QUERIES = tuple(every_query(KINDS, tuple(product((1, 2, 3, 4, 5), (1, 2)))))
 
@@ -74,7 +74,7 @@ def keys(draw: st.DrawFn, basis: Basis) -> TableKey:
 def tables(
     draw: st.DrawFn, basis: Basis = "total", *, grouped: bool = False, measured: bool = False
 ) -> Table:
-    """A valid table; its rules may stand in any order that the checks allow, unless `grouped`."""
+    """Return a valid table; its rules may stand in any order that the checks allow, unless `grouped`."""
     chosen = draw(st.lists(keys(basis), min_size=1, max_size=4, unique=True))
     chosen.sort(key=lambda key: sum(other.includes(key) for other in chosen), reverse=True)
     groups = []
@@ -99,7 +99,7 @@ def tables(
 
 
 def is_grouped(found: Table) -> bool:
-    """Whether the rules of every key stand together."""
+    """Return whether the rules of every key stand together."""
     order = [rule.key for rule in found.rules]
     return all(
         order[index] == order[index - 1] or order[index] not in order[:index]

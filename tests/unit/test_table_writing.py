@@ -1,4 +1,4 @@
-"""Tables as files: what is written is read back, whatever it says, and a file is whole or not there."""
+"""Tables as files: any written table is read back unchanged, and a file is whole or missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mcr_plus.tables.writing import (
     table_text,
 )
 
-# What YAML takes for something else than the text it is, or for more than one.
+# Texts that YAML takes for another type, or for several values.
 MISREAD = (
     "2.10", "yes", "1e5", "1.0e+5", "a: b", "null", "~", "", " a ", "0x1F", "012", "1_000", "12:30", "a, b",
     "[a]", "{a: 1}", "# no", "a #b", "- a", "*a", "&a", "!a", "%a", "@a", "`a", "'a'", '"a"', "a\nb", "a\tb",
@@ -58,7 +58,7 @@ def ranges(*found: Range) -> st.SearchStrategy[Range | None]:
     return st.none() | st.sampled_from(found)
 
 
-# Ranges of which none includes another, so that a rule is in reach unless a key leaves out more.
+# Ranges that do not include each other, so a rule is in reach unless an earlier key is wider.
 counts = ranges(Range(1, 2), Range(2, 3), Range(4, 9), Range(16, None))
 
 
@@ -104,7 +104,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def as_read(table: Table) -> Table:
-    """A table with its times as a file has them."""
+    """Return a table with its times as in a file."""
     return replace(table, rules=tuple(replace(rule, measured=rounded(rule.measured)) for rule in table.rules))
 
 
@@ -188,7 +188,7 @@ def test_times_have_four_digits_and_no_exponent(time: float) -> None:
     text = microseconds(time)
     assert set(text) <= set("0123456789.")
     assert len(text.replace(".", "").strip("0")) <= 4
-    # half a unit of the fourth digit, and what a float cannot hold
+    # half a unit of the fourth digit, and a float's rounding
     assert abs(float(text) - time) <= 0.5 * 10.0 ** (math.floor(math.log10(time)) - 3) * (1 + 1e-9)
 
 
@@ -256,7 +256,7 @@ def test_the_locale_does_not_matter(tmp_path: Path) -> None:
 
 @contextmanager
 def no_file_larger_than(nbytes: int) -> Iterator[None]:
-    """As on a full disk: a write beyond `nbytes` fails (Python ignores the signal that comes with it)."""
+    """Act like a full disk: a write beyond `nbytes` fails (Python ignores the signal that comes with it)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:

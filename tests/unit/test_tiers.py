@@ -16,7 +16,7 @@ CODECS = ["bf16", "topk", "sign1"]
 def variants(
     *decorators: tuple[str, list[Any]], jobs: bool = False, name: str = "test_it", short: tuple[str, ...] = ()
 ) -> list[Any]:
-    """What pytest collects of a function with these decorators, each with its names and sets of values."""
+    """Return pytest's variants of a function with these decorators, each with its names and values."""
     marks = [pytest.mark.parametrize(names, values).mark for names, values in decorators]
     found = []
     own = {"jobs": jobs, "short": short and pytest.mark.short(*short).mark}

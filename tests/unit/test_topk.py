@@ -1,4 +1,4 @@
-"""topk: what is sent and what is left add up, and what is left is sent in the end."""
+"""topk: sent values and residuals add up, and residuals are sent in the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_bf16_values_are_rounded_to_nearest() -> None:
 
 
 def summed(codec: TopK, steps: int, feedback: bool) -> tuple[F64, F64]:
-    """What all steps sent together, and what they should have."""
+    """Return the sum over all steps, and the expected sum."""
     numel = 400
     random = torch.Generator().manual_seed(0)
     slope = torch.linspace(0.1, 1, numel)
@@ -61,7 +61,7 @@ def summed(codec: TopK, steps: int, feedback: bool) -> tuple[F64, F64]:
 
 
 def test_error_feedback_sends_everything_in_time() -> None:
-    """With it small values are sent once they have added up; without, the control, never."""
+    """With feedback small values are sent once they have added up; without it (the control) never."""
     codec = TopK(TopKOptions(ratio=0.05))
     got, true = summed(codec, 400, feedback=True)
     assert np.abs(got / true - 1).max() < 0.6

@@ -1,4 +1,4 @@
-"""Steps from traces: synthetic ones whose times are known, and files that are not what they should be."""
+"""Steps from traces: synthetic traces with known times, and damaged files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gradient(at: float, *shape: int) -> dict[str, Any]:
 
 
 def host_traces(ranks: int, late: float, seed: int, steps: int = 4) -> list[Events]:
-    """Of gloo on hosts: ranks come up to `late` microseconds late to the end of the forward pass.
+    """Return traces of gloo on hosts: ranks end the forward pass up to `late` microseconds late.
 
     The first all_reduce is in flight while the second gradient is computed, and the program waits for both.
     """
@@ -95,9 +95,9 @@ def host_traces(ranks: int, late: float, seed: int, steps: int = 4) -> list[Even
 
 
 def gpu_trace(rank: int, late: float, steps: int = 3) -> Events:
-    """Of NCCL on GPUs: the host launches a step within 1 ms, and the GPU computes it meanwhile and after.
+    """Return a trace of NCCL: the host launches a step within 1 ms, and the GPU computes it until later.
 
-    Both all_reduces run beside computing; the stream of the optimizer waits for them. Rank 0 is `late`.
+    Both all_reduces run during computing; the stream of the optimizer waits for them. Rank 0 is `late`.
     """
     events: Events = []
     number = 0
@@ -200,7 +200,8 @@ def test_ranks_without_skew_have_their_own_computing(tmp_path: Path) -> None:
     assert computed == pytest.approx((FORWARD + 2 * BACKWARD + OPTIMIZER) / 1e6, rel=0.01)
 
 
-# -- other forms, and what cannot be read -------------------------------------------------------------------
+# -- other forms, and unreadable files
+# ------------------------------------------------------------------------
 
 
 def test_a_folder_compressed_files_and_a_saved_step_give_the_same(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_folder_compressed_files_and_a_saved_step_give_the_same(tmp_path: Path
         with gzip.open(tmp_path / "gz" / f"{path.name}.gz", "wt") as file:
             file.write(path.read_text())
     assert load_step(tmp_path / "gz") == step
-    paths[0].rename(tmp_path / "plain" / "²0.json")  # a digit of which Python makes no number
+    paths[0].rename(tmp_path / "plain" / "²0.json")  # a digit that Python's int refuses
     assert load_step(tmp_path / "plain") == step
     paths[0] = tmp_path / "plain" / "²0.json"
     step.save(tmp_path / "step.json")
@@ -628,7 +629,7 @@ VALUES = (
 
 
 def kineto(events: Events, rank: int, ranks: int) -> Document:
-    """A trace with all that readers look at outside of events."""
+    """Return a trace with all fields that readers use outside of events."""
     groups = [{"pg_name": "0", "pg_size": ranks, "ranks": list(range(ranks))}, {"pg_name": "1", "ranks": []}]
     info = {"backend": "gloo", "rank": rank, "world_size": ranks, "pg_config": groups}
     return {"schemaVersion": 1, "distributedInfo": info, "host_name": "host", "traceEvents": events}
@@ -640,7 +641,7 @@ def sent(begin: float, elements: int, **args: Any) -> dict[str, Any]:
 
 
 def of_hosts() -> list[Document]:
-    """Two ranks over gloo, with operations of all kinds of arguments."""
+    """Return traces of two ranks over gloo, with operations of all kinds of arguments."""
     traces = host_traces(2, 0.0, 1, steps=1)
     for rank, events in enumerate(traces):
         at = max(each["ts"] for each in events if each["name"] == "Optimizer.step#SGD.step") - 100
@@ -661,7 +662,7 @@ def of_hosts() -> list[Document]:
 
 
 def of_graphs() -> list[Document]:
-    """Two ranks over gloo, whose arguments are in execution traces."""
+    """Return traces of two ranks over gloo, with their arguments in execution traces."""
     traces = host_traces(2, 0.0, 1, steps=1)
     nodes = moved_to_nodes(traces)
     groups = json.dumps([{"pg_name": "0", "ranks": [0, 1]}])
@@ -707,7 +708,7 @@ FORMATS: dict[str, list[Document]] = {
 
 
 def fields(value: Any, at: At = ()) -> Iterator[At]:
-    """Where the values in a document are, from the outermost."""
+    """Return the paths of the values in a document, the outermost first."""
     yield at
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
@@ -715,7 +716,7 @@ def fields(value: Any, at: At = ()) -> Iterator[At]:
 
 
 def distinct(name: str) -> list[tuple[str, int, At]]:
-    """The fields of a format, one of each kind: same events have the same fields."""
+    """Return the fields of a format, one of each kind: same events have the same fields."""
     found: dict[Any, tuple[str, int, At]] = {}
     for number, document in enumerate(FORMATS[name]):
         for at in fields(document):
@@ -732,7 +733,7 @@ FIELDS = list(chain.from_iterable(map(distinct, FORMATS)))
 
 
 def replaced(document: Document, at: At, text: str | None) -> str:
-    """The text of a document with another value at a place, or without it."""
+    """Return the text of a document with another value at a place, or without it."""
     if not at:
         return text or ""
     whole: Any = json.loads(json.dumps(document))
@@ -747,7 +748,7 @@ def replaced(document: Document, at: At, text: str | None) -> str:
 
 
 def documents(folder: Path, name: str, number: int, at: At, text: str | None) -> list[Path]:
-    """The files of a format, in one of which a field is replaced."""
+    """Return the files of a format with a field replaced in one of them."""
     paths = [folder / f"{index}.json" for index in range(len(FORMATS[name]))]
     for index, (path, document) in enumerate(zip(paths, FORMATS[name], strict=True)):
         path.write_text(replaced(document, at, text) if index == number else json.dumps(document))
@@ -845,7 +846,7 @@ def test_null_is_as_if_the_field_were_not_there(tmp_path: Path, name: str, numbe
 
 
 def test_an_operation_is_waited_for_after_its_issue(tmp_path: Path) -> None:
-    """Waits that are not visible have their places from other ranks, of which one issues in another order."""
+    """Invisible waits get their places from other ranks, one of which issues in another order."""
     at: At = ("traceEvents", 13, "ts")
     step = load_step(documents(tmp_path, "hosts", 0, at, str(START)))
     for role in step.roles:
@@ -860,7 +861,7 @@ def test_an_operation_is_waited_for_after_its_issue(tmp_path: Path) -> None:
 
 
 def filling(count: int) -> Iterator[dict[str, Any]]:
-    """Events that say little about a step, but for what a stream computes."""
+    """Return events that say little about a step, except for a stream's computing."""
     for number in range(count // 4):
         at = START + number
         yield event("aten::mm", at, at + 0.5, Call_stack="x" * 100)

@@ -1,4 +1,4 @@
-"""Tuning: statistics, the plan, the table that is made of it, and real runs on real ranks."""
+"""Tuning: statistics, the plan, the resulting table, and real runs on real ranks."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ WIDE = replace(REQUEST, largest=64 << 20)
 def with_budget(
     budget: float, takes: Callable[[Task], float], monkeypatch: pytest.MonkeyPatch, samples: list[Sample]
 ) -> tuple[Pace, float]:
-    """A run of WIDE on a clock of its own, which adds to `samples`; its pace, and its seconds in all."""
+    """Run WIDE on a clock of its own; add to `samples`, and return the pace and the total seconds."""
     now = 0.0
     monkeypatch.setattr("mcr_plus.tuning.pace.time.monotonic", lambda: now)
     pace = Pace(WIDE, 0.1, budget)
@@ -203,7 +203,7 @@ def test_a_small_budget_covers_the_range_of_sizes_for_all_operations(
 
 
 def test_runs_with_small_budgets_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each measures something, however long it takes."""
+    """Each run measures something, however long it takes."""
     samples: list[Sample] = []
     runs = 0
     while next_task(WIDE, samples) is not None:
@@ -332,7 +332,7 @@ def test_an_impossible_time_is_measured_again_first() -> None:
     at = tasks.index(Task(BenchCase("all_reduce", 1 << 15)))  # only now is it known that it cannot be
     assert places == [0, *range(at + 1, at + 5)]
     again = [task for task, count in Counter(tasks).items() if count > 1]
-    assert again == [Task(BenchCase("all_reduce", 8))]  # and not what is exposed, which need not grow
+    assert again == [Task(BenchCase("all_reduce", 8))]  # and not the exposed time, which need not grow
 
 
 def test_rules_cover_only_sizes_near_measured_ones() -> None:
@@ -536,7 +536,7 @@ def test_a_crossover_lies_where_two_lines_meet() -> None:
 
 @given(st.data())
 def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
-    """For any samples the table passes its checks and chooses candidates that were measured."""
+    """For any samples the table passes its checks and chooses measured candidates."""
     request = TableRequest(
         ("all_reduce", "all_to_all", "send"), 8, 4096, 2, ("gloo", "mpi"), ("float32", "int8")
     )
@@ -735,7 +735,7 @@ class WrongBackend(GlooBackend):
 
 
 def measured(backends: list[str], kinds: list[str]) -> dict[str, Any]:
-    """Runs on ranks: times every kind, sync, async and overlapped; returns timed and excluded candidates."""
+    """Time every kind on ranks, sync, async and overlapped; return timed and excluded candidates."""
     registry.register("backends", "wrong", WrongBackend)
     comm = mcr.init(
         {"version": 1, "backends": backends, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
@@ -772,7 +772,7 @@ def test_every_kind_can_be_measured_and_ranks_agree(via: Any, ranks: int) -> Non
 
 
 def tuned_while_busy(table: str, answer: str) -> None:
-    """Runs on ranks: a short tuning on a machine of which other programs use nine tenths."""
+    """Run a short tuning on ranks while other programs use nine tenths of the machine."""
     job = TuningJob(
         "tune", ("all_reduce",), 8, 64, backends=("gloo",), budget=2.0, answer=answer, progress=False,
         output=table, measurements=f"{table}.jsonl", asynchronous=False, overlap=False,
@@ -804,7 +804,7 @@ def test_a_candidate_with_wrong_results_is_excluded() -> None:
 
 
 def verified(dtypes: list[str]) -> list[str]:
-    """Runs on ranks: what verification finds wrong with torch's own gloo under mcr_plus, over dtypes."""
+    """Run on ranks; return verification's findings on torch's own gloo under mcr_plus, over dtypes."""
     with mcr.init(backends=["gloo"]) as comm:
         cases = [
             BenchCase(kind, whole_size(kind, 240, dtype, comm.size), dtype)
@@ -826,7 +826,7 @@ def test_verification_accepts_right_results_of_all_dtypes() -> None:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every figure that is saved."""
+    """Return every saved figure."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     found: list[Any] = []
     save = figure.savefig
@@ -1024,7 +1024,7 @@ def test_bad_usage(words: list[str], what: str) -> None:
 
 @contextmanager
 def interrupted_after(seconds: int) -> Iterator[None]:
-    """Fails the test that is not done by then, also where it blocks in a system call."""
+    """Fail the test if it takes longer, even if it blocks in a system call."""
 
     def late(*_: object) -> None:
         pytest.fail(f"not done within {seconds} s")
@@ -1064,7 +1064,7 @@ def test_a_fifo_is_refused_as_a_file_of_results(
 
 @pytest.mark.long
 def test_algorithm_files_are_compared_and_named_in_the_table(tmp_path: Path) -> None:
-    """One that is only for small sizes, one for other ranks, one for one root."""
+    """The files: one for small sizes alone, one for other ranks, one for one root."""
     ring = samples.ring(2)
     for name, algorithm in {
         "small": replace(ring, least=100, most=1000),
@@ -1087,7 +1087,7 @@ def test_algorithm_files_are_compared_and_named_in_the_table(tmp_path: Path) -> 
     assert "small.xml" not in told
     chosen = [(rule.key.kind, rule.backend, rule.lo, rule.hi) for rule in load_table(out).rules]
     small = [(lo, hi) for _, backend, lo, hi in chosen if backend == "msccl:small"]
-    assert small  # in one range, but beside other work gloo may be faster at a size between
+    assert small  # in one range, but on a busy machine gloo may be faster at a size between
     assert all(lo >= 100 and hi is not None and hi <= 1001 for lo, hi in small)
     assert {backend for kind, backend, *_ in chosen if kind == "broadcast"} == {"gloo", "built-in"}
     needs = f"need algorithms: [{tmp_path / 'small.xml'}]"
@@ -1125,7 +1125,7 @@ def test_algorithms_alone_are_refused_for_a_kind_that_has_a_vector_form() -> Non
 
 
 def test_kind_without_measured_vector_form_has_no_rules() -> None:
-    """Those of its algorithm would be for vector operations too, and send them where they are refused."""
+    """Rules of its algorithm would apply to vector operations too, which the algorithm refuses."""
     named: dict[Kind, tuple[str, ...]] = {"all_to_all": ("msccl:direct",)}
     request = TableRequest(("all_to_all", "send"), 8, 64, 2, ("gloo",), asynchronous=False, algorithms=named)
     failed = Sample(BenchCase("all_to_all", 8), "gloo", False, None, "it failed")
@@ -1172,7 +1172,7 @@ def test_measurements_of_another_machine_are_refused_in_one_line(tmp_path: Path)
 
 
 def cores_of_threads() -> tuple[list[int], list[list[int]]]:
-    """Runs on ranks: the cores of the thread that measures, and those of all others, while it is bound."""
+    """Run on ranks; return the cores of the bound measuring thread, and the cores of all other threads."""
     job = TuningJob("bench", ("barrier",), 8, 8, backends=("gloo",))
     with mcr.init(backends=["gloo"]) as comm:
         _meter(comm, job, Effort())

@@ -30,7 +30,7 @@ def never() -> bool:
 
 
 def ended(polls: list[Poll]) -> bool:
-    """Whether all have ended when each has been polled twice: once for its step, once for the other's row."""
+    """Return whether all have ended after two polls each: one for its step, one for the other's row."""
     for poll in polls:
         poll()
     return [poll() for poll in polls] == [True] * len(polls)
@@ -41,7 +41,7 @@ def missing(*_: Any) -> None:
 
 
 class World:
-    """Two ranks on a library whose operations start by `start`."""
+    """Two ranks on a library that starts operations by `start`."""
 
     def __init__(self, start: Start, is_polled: bool = True) -> None:
         memory, words = memoryview(bytearray(shared_bytes(2, row_words(2)))), row_words(2)
@@ -88,7 +88,7 @@ def test_a_damaged_message_raises_on_both_ranks() -> None:
 
 
 def test_ranks_that_run_different_operations_find_out() -> None:
-    world = World(lambda _: done_at_once)  # as a broadcast may be done on its root, of which there are two
+    world = World(lambda _: done_at_once)  # like a broadcast on its root; here both ranks are roots
     other, tensor = SIGNATURE.replace(root=1), world.tensors[1]
     polls = [world.begin(0), world.channels[1].bind(other)(Message(other, (tensor,), (tensor,)))]
     for poll in polls:
@@ -129,7 +129,7 @@ def test_an_interrupted_operation_keeps_its_tensors_and_is_the_last(is_polled: b
 
 
 class Exchange:
-    """A library for two ranks in one process, which start in turn: the second start moves the data."""
+    """A library for two ranks of one process, which start in turn: the second start moves the data."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -151,7 +151,7 @@ class Exchange:
 
 
 def reduced(kind: Kind, op: ReduceOp, dtype: torch.dtype, damage: int = -1) -> list[torch.Tensor]:
-    """The results of a reduction on both ranks; element `damage` changes on its way to rank 0."""
+    """Return the results of a reduction on both ranks; element `damage` changes on its way to rank 0."""
     library = Exchange()
     world = World(library.start)
     values = [torch.tensor([3, 5, -2, 7]).to(dtype) + rank for rank in range(2)]

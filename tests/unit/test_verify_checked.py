@@ -45,7 +45,7 @@ PLACES = (kernels.IN_SLOT, kernels.IN_SUMS, kernels.IN_TARGET)
 
 
 class Rank:
-    """One rank, which moves only when it is asked to."""
+    """One rank, which acts only on request."""
 
     def __init__(
         self, segment: Segment, rows: SharedRows, kind: str, count: int, whole: int, streamed: int
@@ -183,7 +183,7 @@ def test_the_verdict_names_ranks_and_the_first_block(kind: str, ranks: int, stre
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_change_between_two_ranks_is_found(kind: str) -> None:
-    """From outside: a rank has put its values, and the other one has not taken them."""
+    """The test changes values that one rank has put and the other has not taken yet."""
     first, second = world(kind, 2, 3)
     if kind == "broadcast":
         first, second = second, first  # the root

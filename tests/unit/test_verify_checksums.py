@@ -115,7 +115,7 @@ def test_checksums_see_pairs_of_flips_and_exchanged_rows() -> None:
 @pytest.mark.short("512")
 @pytest.mark.parametrize("nbytes", [512, 300, 4 * 512])
 def test_flips_of_one_line_of_a_bus_do_not_cancel_each_other(nbytes: int) -> None:
-    """The highest bits of a word are those that a multiplication spreads least."""
+    """A multiplication spreads the highest bits of a word least."""
     raw = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8))
     assert missed(taken, raw, lanes=64) == []
 
@@ -259,7 +259,7 @@ def test_libraries_on_streams_are_refused() -> None:
 
 
 def test_an_operation_that_is_interrupted_between_its_steps_does_not_pass() -> None:
-    """As by Ctrl-C, after which a program waits again; an interrupt of a poll changes nothing."""
+    """Ctrl-C interrupts it, and the program waits again; an interrupt of a poll changes nothing."""
 
     def steps() -> Iterator[Poll]:
         yield polled

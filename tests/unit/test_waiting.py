@@ -1,4 +1,4 @@
-"""Ranks that sleep while they wait: who wakes them, when they do so, and that nobody sleeps for ever."""
+"""Ranks that sleep while they wait: when they sleep, which ranks wake them, and that none sleeps for ever."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mcr_plus.waiting.futex import Wakeups
 from mcr_plus.waiting.policy import Pause, WaitStrategy
 from mcr_plus.waiting.rescheduling import ReschedulingThread
 
-LONG = 600.0  # seconds; nobody sleeps for so long here, or for half of it
+LONG = 600.0  # seconds; no test sleeps for so long, or for half of it
 RANKS = (3, 4, 7)  # of the job, on one host
 
 
@@ -46,7 +46,7 @@ def bells() -> list[Wakeups]:
 
 
 def asleep(sleeper: Wakeups, awaited: tuple[int, ...]) -> threading.Thread:
-    """A thread that sleeps until it is rung."""
+    """Return a thread that sleeps until it is rung."""
     sleeper.arm(awaited)
     thread = threading.Thread(target=sleeper.sleep, args=(LONG,))
     thread.start()
@@ -75,7 +75,7 @@ def test_a_ring_between_arming_and_sleeping_is_not_lost(bells: list[Wakeups]) ->
     began = time.monotonic()
     first.sleep(LONG)
     assert time.monotonic() - began < LONG / 2
-    second.ring()  # which first had asked too: nobody sleeps any more, and nothing happens
+    second.ring()  # first has rung: no rank sleeps, and nothing happens
     assert not second.wanted[0]
 
 
@@ -98,7 +98,7 @@ def test_ranks_of_other_hosts_have_no_bell(bells: list[Wakeups]) -> None:
 
 
 def test_no_ring_is_lost_however_threads_meet(bells: list[Wakeups]) -> None:
-    """Two sides hand a counter to each other; each sleeps for long until the other has counted on."""
+    """Two sides hand a counter to each other; each sleeps for long until the other has incremented it."""
     counts, turns = [0, 0], 3000
 
     def side(me: int) -> None:
@@ -123,7 +123,7 @@ def test_no_ring_is_lost_however_threads_meet(bells: list[Wakeups]) -> None:
     assert counts == [turns, turns]
 
 
-# -- what is seen -----------------------------------------------------------------------------------------
+# -- observed load -----------------------------------------------------------------------------------------
 
 
 def seen(tmp_path: Path, text: str) -> int:
@@ -219,7 +219,7 @@ def test_more_threads_than_cores_end_the_calm_for_a_while(tmp_path: Path) -> Non
     assert found.calm  # and for another one
     found.check_load(102.001, 0.0, 0.0)
     assert not found.calm
-    found.check_load(102.012, 0.0, 0.0)  # when that is forgotten, one check is enough
+    found.check_load(102.012, 0.0, 0.0)  # once the load is forgotten, one check is enough
     assert not found.calm
     os.close(found._loadavg)
     found._loadavg = seen(tmp_path, f"0.5 0.4 0.3 {found._cores}/200 4711\n")
@@ -262,7 +262,7 @@ def test_explicit_wait_policies_override_measured_load(bells: list[Wakeups]) -> 
         found = waiting(policy, bells=bells[0])
         assert found.calm == calm
         assert Pause(found, True, True, RANKS).before(time.monotonic()) == sleeps
-        assert not Pause(found, False, False, RANKS).before(time.monotonic())  # nobody would ring
+        assert not Pause(found, False, False, RANKS).before(time.monotonic())  # no rank would ring
     short = waiting(short=True, bells=bells[0])
     short.check_load(100.0, 0.0, 0.0)
     assert Pause(short, True, True, RANKS).before(time.monotonic())
@@ -308,7 +308,7 @@ def configuration(timeout: str = "60s") -> dict[str, Any]:
 
 
 def many(backends: list[str], calls: int) -> dict[str, Any]:
-    """Runs on ranks: operations in quick succession, everybody asleep in between."""
+    """Run on ranks: operations in quick succession; all ranks sleep in between."""
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     with mcr.init(configuration(), backends=backends) as comm:
         rank, size = comm.rank, comm.size
@@ -353,7 +353,7 @@ def test_looks_at_a_library_with_threads_become_rare_in_a_long_wait(monkeypatch:
 
 
 def naps(wait: str) -> list[int]:
-    """Runs on ranks: small operations for two seconds; how many, and how often the process slept.
+    """Run small operations on ranks for two seconds; return their number and the number of sleeps.
 
     For longer where it has slept rarely, but with `spin`: where much else runs, few operations are done.
     """
@@ -373,7 +373,7 @@ def naps(wait: str) -> list[int]:
 
 @pytest.mark.long
 def test_waits_sleep_beside_other_work() -> None:
-    """By default, where `spin` never does. The other work takes as many cores as there are."""
+    """Waits sleep by default; with `spin` they never do. The other work takes all cores."""
     busy = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(busy, stdin=subprocess.DEVNULL) for _ in range(os.cpu_count() or 1)]
     try:
@@ -391,7 +391,7 @@ def test_waits_sleep_beside_other_work() -> None:
 
 
 def deserted(how: str) -> str:
-    """Runs on ranks: the last one dies or stops while the others sleep; what they are told."""
+    """Run on ranks: the last one dies or stops while the others sleep; return the others' errors."""
     comm = mcr.init(configuration("3s"), backends=["msccl"])
     x = torch.ones(4)
     comm.all_reduce(x)
@@ -426,7 +426,7 @@ def test_other_work_is_remembered_for_longer_the_longer_it_lasts() -> None:
     waiting = WaitStrategy("auto")
     with mock.patch.object(waiting, "_too_many_run", return_value=True):
         spans, now = [], 100.0
-        while now < 103.0:  # a wait now and then, in which other work is seen for long enough to count
+        while now < 103.0:  # rare waits that see other work for long enough to count
             waiting.check_load(now, 0.0, 0.0)
             waiting.check_load(now + 1e-3, 0.0, 0.0)
             assert not waiting.calm
@@ -435,7 +435,7 @@ def test_other_work_is_remembered_for_longer_the_longer_it_lasts() -> None:
         assert spans[0] == 0.01
         assert spans == sorted(spans)
         assert spans[-1] == 0.3
-        waiting.check_load(now + 10.0, 0.0, 0.0)  # after a while without any, it begins anew
+        waiting.check_load(now + 10.0, 0.0, 0.0)  # after a while without waits the count begins again
         waiting.check_load(now + 10.001, 0.0, 0.0)
         assert round(waiting._busy_until - (now + 10.001), 3) == 0.01
     waiting.close()
@@ -497,7 +497,7 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(monkeypatch:
 
 
 def test_a_handler_of_a_signal_may_end_relays() -> None:
-    """As a program that leaves its job on SIGTERM; the signal comes anywhere in a hand-over."""
+    """A program may leave its job on SIGTERM; the signal comes anywhere in a hand-over."""
     relays: list[ReschedulingThread] = []
     before = signal.signal(signal.SIGALRM, lambda *_: relays.pop().close())
     try:
@@ -517,7 +517,7 @@ def test_a_handler_of_a_signal_may_end_relays() -> None:
 def test_relays_are_rare_while_another_thread_has_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, bells: list[Wakeups], seconds: float
 ) -> None:
-    """Each would take as long as that thread keeps it. Here time passes in relays and operations alone."""
+    """Each relay would wait until the thread frees the interpreter; only relays and calls take time."""
     now, relays = 100.0, 0
     monkeypatch.setattr("mcr_plus.waiting.policy.time", mock.Mock(monotonic=lambda: now))
     found = waiting("sleep", bells=bells[0])
@@ -542,7 +542,7 @@ def test_relays_are_rare_while_another_thread_has_the_interpreter(
 
 
 def _interrupted_relays() -> list[Any]:
-    """Runs on ranks: a handler of a signal raises during a relay, after the operation."""
+    """Run on ranks: a handler of a signal raises during a relay, after the operation."""
     mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"wait": "sleep"}}]})
     value, runtime = torch.arange(3.0) + mcr.get_rank(), job.runtime
     assert runtime is not None

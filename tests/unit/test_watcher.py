@@ -1,4 +1,4 @@
-"""What the thread of dumps leaves to a program: its descriptors after a fork, and its handler of SIGUSR2."""
+"""The thread of dumps and a program's own descriptors after a fork and handler of SIGUSR2."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_signal_that_is_read_in_pieces_is_answered_once(pieces: int) -> None:
                 for _ in range(2):  # these are taken before what has woken the thread together with them
                     watcher.do(lambda: None)
         assert len(hits) == 2
-        # What faulthandler writes begins in the same way. A signal to a thread arrives before this returns.
+        # faulthandler's output begins in the same way. A signal to a thread arrives before this returns.
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
         for _ in range(2):
             watcher.do(lambda: None)

@@ -15,14 +15,14 @@ from mcr_plus.core.units import parse_count, parse_size, whole_number
 from mcr_plus.horovod.optimizer import _positive
 from mcr_plus.layout import Layout
 
-do: Final[Any] = mcr  # what is tested here is what the annotations rule out
+do: Final[Any] = mcr  # the tests break the annotations on purpose
 untyped: Final[Any] = Layout
 CONFIG: Final = {"version": 1, "backends": ["gloo"]}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def job() -> Iterator[None]:
-    """A job of one rank, whose rank is 0."""
+    """Join a job of one rank, rank 0."""
     with mcr.init(backends=["gloo"]):
         yield
 
@@ -53,7 +53,7 @@ def test_other_values_are_no_whole_numbers(value: object) -> None:
     assert whole_number(value) is None
 
 
-# Functions of one number; 0 or 1 fits each.
+# Functions of a single number; 0 or 1 fits each.
 TAKING_0: Final[dict[str, Callable[[Any], Any]]] = {
     "broadcast": lambda n: do.broadcast(torch.ones(2), n),
     "reduce": lambda n: do.reduce(torch.ones(2), n),
@@ -84,7 +84,7 @@ TAKING_1: Final[dict[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", TAKING_0)
 def test_ranks_and_places_are_integers_of_any_library(name: str) -> None:
-    with pytest.raises(mcr.InvalidArgument):  # first: False equals 0, of which a call may be repeated
+    with pytest.raises(mcr.InvalidArgument):  # first: False equals 0, and a call with 0 may be repeated
         TAKING_0[name](False)
     TAKING_0[name](np.int32(0))
 

@@ -1,7 +1,7 @@
 """gloo, through torch's ProcessGroupGloo on the job's own store.
 
 The program's default process group is neither needed nor touched. gloo runs operations on its own threads;
-waiting ranks yield at once, because those threads need the cores.
+waiting ranks yield at once, because gloo's threads need the cores.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GlooBackend(Backend):
 
     @classmethod
     def library_version(cls) -> str:
-        """Version of torch, since gloo has none of its own."""
+        """Version of torch, since gloo has no version of its own."""
         return f"gloo of torch {torch.__version__.partition('+')[0]}"
 
     @classmethod
@@ -141,7 +141,7 @@ class GlooBackend(Backend):
                 store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
             )
         finally:
-            # Another thread of the program may have opened connections to other hosts or ports.
+            # The connections may include some that another thread of the program has opened meanwhile.
             connections = of_peers(open_sockets().items() - before.items(), self._address)
             self._connections.update(connections)
             with _lock:
@@ -158,8 +158,9 @@ class GlooBackend(Backend):
     def _without_strangers(self, connections: dict[int, str]) -> dict[int, str]:
         """End connections of strangers, and accept none until the next group is opened.
 
-        gloo keeps every connection to its port for as long as the job lasts. Once a group is open, all of its
-        peers are connected; peers of the next group connect after this rank has published its address for it.
+        gloo keeps every connection to its port until the end of the job. Once a group is open, all of its
+        peers are connected. Peers of the next group connect after this rank has published its address for
+        that group.
         """
         silent = accepted_in_silence(connections, self._listener, _FIRST_BYTES)
         shut_down(silent)
@@ -181,9 +182,10 @@ class GlooBackend(Backend):
     def close(self, clean: bool) -> None:
         """See `Backend.close`.
 
-        Destroying a group joins its threads. A stuck operation would block that until gloo's own timeout, so
-        its group is not destroyed here. After `disconnect` stuck operations fail, mostly at once; a group
-        whose operation has not failed is destroyed when a later job of this process closes, if at all.
+        Destroying a group joins its threads, for which a stuck operation would block until gloo's own
+        timeout. So a group with a stuck operation is not destroyed here. After `disconnect` stuck operations
+        fail, usually at once; a group with an operation that has not failed is destroyed when a later job of
+        this process closes, if at all.
         """
         if not clean and self._disconnected:
             for channel in self._channels:
@@ -196,11 +198,11 @@ class GlooBackend(Backend):
             channel.let_go()
         self._channels.clear()
         self._pool.clear()
-        self._device = None  # its thread and its files go with the last group
+        self._device = None  # the device's thread and files go with the last group
         del self._world  # the exit handler keeps this object, but must not keep the closed world
 
     def abandon(self) -> None:
-        """Never destroy the groups; in a forked child too, which does not have their threads."""
+        """Never destroy the groups, for example in a forked child, which does not have their threads."""
         for channel in self._channels:
             channel.keep()
         _never.extend(self._channels)
@@ -210,9 +212,9 @@ class GlooBackend(Backend):
 
         A thread that still waits for a peer wakes up when the peer closes its connection. If the interpreter
         ends at that moment, the thread is killed inside C++ code, and std::terminate aborts the process
-        (pytorch #190489). With another handler, such a thread sleeps until the process ends. Also, gloo's own
-        threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
-        makes the process spin for ever. So the process ends at once after the interpreter.
+        (pytorch #190489). With another terminate handler, the thread sleeps until the process ends. Also,
+        gloo's own threads continue while C++ libraries destroy their globals, which sometimes corrupts the
+        heap and makes the process spin forever. So the process ends at once after the interpreter.
         """
         if stuck or _never or _opening:
             try:
@@ -225,5 +227,5 @@ class GlooBackend(Backend):
 
 
 _never: list[GlooChannel] = []
-_lock = threading.Lock()  # guards `_opening`, and whether peers may connect
+_lock = threading.Lock()  # guards `_opening`, and the flag that peers may connect
 _opening: list[object] = []  # threads that may be inside gloo when the process ends

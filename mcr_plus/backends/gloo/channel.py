@@ -21,7 +21,7 @@ from mcr_plus.core.threads import all_wait
 if TYPE_CHECKING:
     from mcr_plus.backends.gloo.operations import GlooOperations
 
-_ASLEEP: Final = 0.03  # s for which idle threads must be seen waiting
+_ASLEEP: Final = 0.03  # s for which threads must be seen waiting to count as idle
 _UNACKNOWLEDGED: Final = 0.6  # s; TCP retransmits after 0.2 and 0.6 s
 
 
@@ -41,8 +41,9 @@ class GlooChannel(Channel):
     ) -> None:
         """`open_ones`: the backend's open channels.
 
-        `connections`: connections to the peers. `workers`: threads, among them all that run operations.
-        `pool`: memory for received data that is not a result. `hosts`: number of hosts of the ranks.
+        `connections`: connections to the peers. `workers`: threads, including all threads that run
+        operations. `pool`: memory for received data that is not a result. `hosts`: number of hosts of the
+        ranks.
         """
         # None once closed. Only this attribute keeps gloo's group alive: dropping the last reference destroys
         # it.
@@ -80,8 +81,8 @@ class GlooChannel(Channel):
     def silent_failure(self) -> str:
         """See `Channel`.
 
-        gloo waits for a peer behind a cut link until its own timeout. It does the same after about one in 25
-        broken connections, even for an operation that is complete on all other ranks.
+        gloo waits for a peer behind a cut link until gloo's own timeout. After about one in 25 broken
+        connections it also does so for an operation that is complete on all other ranks.
         """
         # If there are more, another thread has opened connections meanwhile.
         if len(self._connections) == self.group.size - 1 and torn(self._connections):
@@ -121,8 +122,7 @@ class GlooChannel(Channel):
     def release(self) -> None:
         """Close this rank's part while other ranks may still use theirs: gloo destroys a group locally.
 
-        Destroying waits for pending operations, so with pending operations the group stays until the job
-        ends.
+        Destroying waits for pending operations, so a group with pending operations stays until the job ends.
         """
         if not self.running or self._stopped:
             self.close()

@@ -1,8 +1,8 @@
-"""MIN and MAX of floating-point values in gloo, computed on integer keys in the order of the values.
+"""MIN and MAX of floating-point values in gloo, by integer keys that sort like the values.
 
-gloo's own MIN and MAX of two zeros, or of a NaN and a number, depend on the place of an element in the
-tensor. Two ranks exchange their values, which sends as much as gloo's all_reduce, and compare them locally:
-one pass over the values instead of two.
+gloo's own MIN and MAX of two zeros, or of a NaN and a number, depend on an element's place in the tensor. Two
+ranks exchange their values, which sends as much as gloo's all_reduce, and compare them locally: one pass over
+the values instead of two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcr_plus.kernels.compiling import compiling
 
 
 def compares_keys(signature: Signature) -> bool:
-    """Return whether gloo reduces keys instead of the values."""
+    """Return whether gloo reduces keys instead of values."""
     return signature.dtype in FLOATS and signature.reduce_op in ("MIN", "MAX")
 
 
@@ -35,7 +35,7 @@ def keyed(
     """Return the start of a MIN or MAX of keys.
 
     `reduce`: starts the reduction of keys, in place, and returns gloo's work. `poll`: makes a poll of that
-    work which calls a function at its end. `wanted`: whether this rank gets the result.
+    work, which calls a function at the end. `wanted`: True if this rank gets the result.
     """
     from mcr_plus.backends.shm.reduce_kernels import apply, keys_for  # imported here: needs numba
 

@@ -1,7 +1,7 @@
 """Sends and receives through gloo: a header before each message, and threads that detect completion.
 
 A verified message carries the checksums of its blocks of 64 KiB. The checksum of a single block is in the
-header; several are a message of their own between the header and the data, so that no data is copied.
+header; several checksums form a message of their own between header and data, so that no data is copied.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import OrderMismatch
 
-# A header: number of the message between two ranks under a tag, bytes, dtype, description, whether it carries
-# checksums (all bits of a byte, so that a flipped bit hides none), and the checksum of a single block.
+# A header: number of the message between two ranks under a tag, bytes, dtype, description, a flag for
+# checksums (all bits of a byte, so that a flipped bit cannot hide them), and the checksum of a single block.
 _HEADER: Final = struct.Struct("<QQ16s192sBq")
 _CARRIES: Final = 255
-SLOTS: Final = 2**6  # gloo's tags per tag of ours: one for headers, the others used by messages in turn
+SLOTS: Final = 2**6  # gloo's tags for one of our tags: one for headers, the others for messages in turn
 FIRST_FREE: Final = 2**24 * SLOTS
 """The first of gloo's 31-bit tags that no message uses: our tags are below 2²⁴."""
 LONGEST: Final = timedelta(days=1000)
@@ -37,7 +37,7 @@ gloo closes all connections of a group when a wait expires.
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as flat bytes, since gloo can move every dtype as bytes."""
-    # Not reshape(-1): a contiguous tensor of one element may have any stride, and `view` refuses it.
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, which `view` refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -56,7 +56,7 @@ class _Watchers:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
-            # A daemon, so that work that never ends does not keep the process alive.
+            # A daemon thread, so that work that never ends does not keep the process alive.
             Thread(target=self._work, args=(inbox,), name="mcr-gloo-watch", daemon=True).start()
         inbox.put(task)
 
@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=watchers.abandon)
 
 
 class _WatchedPoll(BlockingPoll):
-    """The poll of a send or receive. The first poll starts the watching thread."""
+    """Poll of a send or receive. The first poll starts the watching thread."""
 
     def __init__(self, running: set[object]) -> None:
         self._state: Literal["new", "watched", "done"] = "new"
@@ -112,7 +112,7 @@ class _WatchedPoll(BlockingPoll):
 
 
 class WatchedSend(_WatchedPoll):
-    """The poll of a message and of its header, which is sent first."""
+    """Poll of a message and of its header, which is sent first."""
 
     def __init__(self, works: list[Any], running: set[object]) -> None:
         super().__init__(running)
@@ -124,7 +124,7 @@ class WatchedSend(_WatchedPoll):
 
 
 class WatchedReceive(_WatchedPoll, ReceivePoll):
-    """The poll of a receive that gets the header first: gloo accepts any dtype, and aborts on excess data."""
+    """Poll of a receive that gets the header first: gloo accepts any dtype, and aborts on excess data."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class WatchedReceive(_WatchedPoll, ReceivePoll):
         else:
             self.source = message.peer
             self._work = pg.recv(header, message.peer, slot)
-        self()  # the message must be received even without polls
+        self()  # receive the message even without polls
 
     def _finish(self) -> None:
         pg, self._pg = self._pg, None  # a handle kept by the program must not keep gloo's group alive
@@ -197,7 +197,7 @@ def slot_of(tag: int, number: int) -> int:
 def parts_of(
     signature: Signature, value: torch.Tensor, number: int, words: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Return the parts of message `number` as bytes: its header, its checksums if several, its data.
+    """Return the parts of message `number` as bytes: header, checksums if there are several, data.
 
     `words`: checksums (int64) of the blocks of the data `value`; None for a message without checksums.
     """

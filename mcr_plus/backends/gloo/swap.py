@@ -1,8 +1,8 @@
-"""Exchanges between the two ranks of a group: one message each way, tagged by the operation's signature.
+"""Exchanges in a group of two ranks: one message each way, tagged by the operation's signature.
 
 gloo matches collectives by order, but messages by tag. Exchanges of different signatures are therefore never
-matched with each other, and need no comparison before they start. Between hosts that saves requests to the
-job's store. On one host a comparison takes some microseconds, and gloo's own collectives are faster.
+matched with each other, and need no comparison before they start. Between hosts this saves requests to the
+job's store. On one host a comparison takes only some microseconds, and gloo's own collectives are faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SWAPPED: Final = ("all_gather", "all_to_all", "reduce_scatter")
 
 
 def swaps(signature: Signature, hosts: int) -> bool:
-    """Return whether an operation is done as one exchange, in a group on `hosts` hosts."""
+    """Return whether an operation is one exchange, in a group on `hosts` hosts."""
     return hosts == signature.ranks == 2 and signature.kind in SWAPPED and signature.device == "cpu"
 
 
@@ -33,14 +33,14 @@ def tag_of(signature: Signature) -> int:
 
 
 class Swaps:
-    """The exchanges of a group, and the thread that waits for exchanges in flight.
+    """Exchanges of a group, and the thread that waits for exchanges in flight.
 
     gloo's messages cannot be polled. One thread waits for all exchanges of a group in the order of their
     issue. The order is the same on both ranks, so no exchange waits for a later one.
     """
 
     def __init__(self, rank: int, running: set[object]) -> None:
-        """`rank`: group rank, 0 or 1. `running`: the exchanges that gloo has not ended."""
+        """`rank`: group rank, 0 or 1. `running`: exchanges that gloo has not completed."""
         self._rank, self._running = rank, running
         self._in_flight: deque[Swap] = deque()
         self._lock = Lock()
@@ -90,7 +90,7 @@ class Swaps:
 
 
 class Swap(BlockingPoll):
-    """The poll of an exchange."""
+    """Poll of an exchange."""
 
     __slots__ = ("_error", "_finish", "_has_ended", "_in_flight", "_works")
 

@@ -1,4 +1,4 @@
-"""MPI, through mpi4py and the MPI library that it finds.
+"""MPI, through mpi4py and the MPI library that mpi4py finds.
 
 Collectives are started as nonblocking calls and tested, so that every wait has a deadline and also progresses
 other libraries. Operations bound once with `mcr.persistent` are MPI-4 persistent requests, which cost no more
@@ -39,7 +39,7 @@ _log = logging.getLogger("mcr_plus")
 
 
 class MpiBackend(Backend):
-    """MPI over the communicator of all ranks that the launcher started, or of the surviving ranks."""
+    """MPI on the communicator of all ranks that the launcher started, or of the surviving ranks."""
 
     name = "mpi"
     on_stream = False
@@ -90,7 +90,8 @@ class MpiBackend(Backend):
             return refusal
         refusal = cls.off or cls._not_started(world)
         if world.store is not None:
-            # Before any rank initialises MPI, which waits for all processes that its launcher has started.
+            # Checked before any rank initialises MPI, which waits for all processes that the launcher has
+            # started.
             place = (world.store, world.rank, world.size)
             refusals = exchange(*place, "mpi/started", refusal, world.timeout)
             refusal = next(filter(None, refusals), "")
@@ -109,7 +110,7 @@ class MpiBackend(Backend):
 
     @staticmethod
     def _not_started(world: World | None) -> str:
-        """Return why no MPI launcher has started this process with its rank of `world`; empty if one has."""
+        """Return the reason why this process is not rank `world.rank` of an MPI launcher; empty if it is."""
         if "mpi4py.MPI" in sys.modules:
             return ""
         # Without a launcher, initialising MPI takes a second and yields a world of one rank.
@@ -119,7 +120,7 @@ class MpiBackend(Backend):
             place = rank_by_mpi()
         except LaunchError as error:
             return str(error)
-        # A rank's child processes inherit these variables, as do torchrun or Ray workers under srun or
+        # Child processes of a rank inherit these variables; so do torchrun or Ray workers under srun or
         # mpirun.
         if world is None or place in (None, (world.rank, world.size), (world.rank, None)):
             return ""
@@ -133,7 +134,7 @@ class MpiBackend(Backend):
 
     @staticmethod
     def _unloadable() -> str:
-        """Return why MPI cannot be initialised in this process; empty if it can be, or already is."""
+        """Return the reason why MPI cannot be initialised here; empty if it can be, or already is."""
         try:
             load_mpi()
         except BackendUnavailable as error:
@@ -170,7 +171,7 @@ class MpiBackend(Backend):
         try:
             everyone = self._comm.Get_group()
             members = everyone.Incl(list(group.ranks))
-            # Separate communicators for collectives and messages: a user's tag never matches internal
+            # Separate communicators for collectives and messages, so that a user's tag never matches internal
             # traffic.
             comm = self._comm.Create_group(members, 0)
             members.Free()
@@ -200,7 +201,7 @@ class MpiBackend(Backend):
             self._probe()
         except (
             self._mpi.Exception
-        ):  # a rank has died: each operation detects itself whether it depends on that rank
+        ):  # a rank has died: each operation itself detects whether it depends on that rank
             self._probe = self._own_probe
         if self._busy:
             for queue in tuple(self._busy):
@@ -208,7 +209,7 @@ class MpiBackend(Backend):
 
     @classmethod
     def breaks(cls, error: BaseException) -> str:
-        """See `Backend`: truncations and internal errors make MPI unusable.
+        """See `Backend`. Truncations and internal errors make MPI unusable.
 
         After a truncation, Open MPI's nonblocking collectives may have written past a buffer, or may free
         memory twice in a later call, even in another group.
@@ -260,7 +261,7 @@ class MpiBackend(Backend):
 
     @staticmethod
     def end_library() -> None:
-        """Finalise MPI. It waits for all ranks, so all must call this at the end of their processes."""
+        """Finalise MPI, which waits for all ranks: all must call this at the end of their processes."""
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None:  # MPI could not be loaded
             return
@@ -273,7 +274,7 @@ class MpiBackend(Backend):
 
 @cache
 def _probes() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return probes that progress the library, on a communicator of all ranks and on one of this rank.
+    """Return probes that progress the library, on a communicator of all ranks and on one of this rank alone.
 
     MPICH makes no progress in a probe of a communicator of one rank.
     """

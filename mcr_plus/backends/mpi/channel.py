@@ -1,4 +1,4 @@
-"""A group of ranks in MPI: collectives, each on the communicator of its signature, and messages."""
+"""A group of ranks in MPI: collectives on communicators by signature, and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MpiChannel(Channel):
-    """The operations of an MPI group. `is_off` returns whether this process must no longer call MPI."""
+    """Operations of an MPI group. `is_off` returns True if this process must no longer call MPI."""
 
     takes_ballots = True
 

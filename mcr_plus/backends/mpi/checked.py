@@ -1,4 +1,4 @@
-"""Small messages that carry a checksum before their data, in one MPI message of bytes."""
+"""Small messages with a checksum before the data, in one MPI message of bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST: Final = 4096
 
 
 class _Staged:
-    """Memory of a message: the checksum, then the data."""
+    """Memory of a message: checksum, then data."""
 
     __slots__ = ("address", "memory", "spec")
 
@@ -70,7 +70,7 @@ class CheckedMessages:
 
 
 class _CheckedSend:
-    """The poll of a send that did not complete at once."""
+    """Poll of a send that did not complete at once."""
 
     def __init__(self, test: Callable[[], bool], staged: _Staged, free: list[_Staged]) -> None:
         self._test, self._staged, self._free, self._is_done = test, staged, free, False
@@ -84,7 +84,7 @@ class _CheckedSend:
 
 
 class _CheckedReceive(Receive):
-    """The poll of a receive."""
+    """Poll of a receive."""
 
     checked = CHECKSUM
 
@@ -102,7 +102,7 @@ class _CheckedReceive(Receive):
         self._staged, self._free, self._corrupted, self._is_done = staged, free, corrupted, False
 
     def __call__(self) -> bool:
-        """Poll; raises as `Receive` does, and for a message whose data has changed."""
+        """Poll; raises what `Receive` raises, and an error if the message's data has changed."""
         if self._is_done:
             return True
         if self.error is not None:

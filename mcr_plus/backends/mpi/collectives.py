@@ -1,4 +1,4 @@
-"""MPI's nonblocking calls for the collectives: the function and arguments for each kind.
+"""MPI's nonblocking calls for collectives: function and arguments for each kind.
 
 `Collectives` has one method per kind, with the name of the kind.
 """
@@ -21,7 +21,7 @@ SPECS: Final = 4096  # buffer descriptions kept per bound operation
 
 
 def datatype_of(signature: Signature) -> Any:
-    """Return the MPI_Datatype of an operation's elements."""
+    """Return the MPI_Datatype of the elements of an operation."""
     assert signature.dtype is not None
     return mpi_datatype(signature.dtype)
 
@@ -34,14 +34,14 @@ def op_of(signature: Signature) -> Any:
 
 
 class Collectives:
-    """The calls of a group's collectives, on the communicator given to `bind`."""
+    """Calls of a group's collectives, on the communicator given to `bind`."""
 
     def __init__(self, mpi: Any, group: Group) -> None:
         self._mpi = mpi
         self._group = group
 
     def bind(self, signature: Signature, comm: Any) -> Start:
-        """Return the start of operations of a signature on a communicator; AVG divides the results."""
+        """Return the start of operations with a signature on a communicator; AVG divides the results."""
         binder: Callable[[Signature, Any], Start] = getattr(self, f"_{signature.kind}")
         start = binder(signature, comm)
         return self.divided(start, signature) if signature.reduce_op == "AVG" else start
@@ -64,7 +64,7 @@ class Collectives:
         return [first, target[0]]
 
     def spec(self, signature: Signature) -> Callable[[torch.Tensor], list[Any]]:
-        """Return a function tensor → mpi4py buffer description; it caches, as one costs as much as a call."""
+        """Return a function tensor → mpi4py buffer description; cached, as making one is expensive."""
         datatype, from_address = datatype_of(signature), self._mpi.buffer.fromaddress
         known: dict[tuple[int, int], list[Any]] = {}
 
@@ -74,7 +74,7 @@ class Collectives:
             if spec is None:
                 if len(known) >= SPECS:
                     known.clear()
-                # Without a count, which mpi4py would take as elements per rank in gathers and exchanges.
+                # No count: mpi4py would take it as elements per rank in gathers and exchanges.
                 spec = known[key] = [from_address(key[0], key[1] * tensor.element_size()), datatype]
             return spec
 
@@ -98,7 +98,7 @@ class Collectives:
         return describe
 
     def divided(self, start: Start, signature: Signature) -> Start:
-        """Wrap `start`, a SUM, so that its result is divided by the number of ranks."""
+        """Wrap the start of a SUM so that the result is divided by the number of ranks."""
         size = self._group.size
         divides = signature.root is None or signature.root == self._group.rank
 

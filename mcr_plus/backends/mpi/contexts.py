@@ -1,12 +1,12 @@
 """A communicator for every signature, and votes on the operations that ranks have started.
 
-MPI matches the n-th collective of a communicator on one rank with the n-th on every other rank, whatever they
-are. Mismatched collectives return garbage, and where sizes differ Open MPI writes past buffers. So every
+MPI matches the n-th collective of a communicator on one rank with the n-th on every other rank, whatever
+their kinds. Mismatched collectives return garbage, and if sizes differ Open MPI writes past buffers. So every
 signature has a communicator of its own: different operations are never matched, and stay pending until the
 mismatch is detected. An operation that may complete before other ranks start it (a broadcast on its root, an
-asynchronous operation) is reported complete only after a vote that all ranks started the same operation.
-Vector collectives are voted on before they start, with their numbers of elements; so are signatures for which
-no communicator is left.
+asynchronous operation) is reported complete only after a vote that all ranks have started the same operation.
+Ranks vote before the start of vector collectives, with the numbers of elements, and of operations whose
+signature got no communicator.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message
 from mcr_plus.errors import BackendError, OperationsDiffer
 
-# Limits of communicators for signatures: per group, and for all groups of a process. MPICH has 2,048 per
-# process; a group takes three for itself, and the program may use some.
+# Limits on communicators for signatures: per group, and for all groups of a process. MPICH has 2,048
+# communicators per process; a group takes three, and the program may use some.
 _OF_A_GROUP: Final = 192
 _OF_A_PROCESS: Final = 1024
 _WORD: Final = 1 << 64
 
 
 class Contexts:
-    """The communicators of a group: one for each signature up to a limit, and one that all others share.
+    """Communicators of a group: one for each signature up to a limit, and a shared one for other signatures.
 
     Attributes:
         unreserved: number of communicators of this process that no group has reserved.
-        in_the_making: communicators of this process whose creation has begun but not ended.
+        in_the_making: communicators of this process that are being created.
     """
 
     unreserved: ClassVar[int] = _OF_A_PROCESS
     in_the_making: ClassVar[int] = 0
 
     def __init__(self, mpi: Any, comm: Any, group: Group, room: int) -> None:
-        """`comm`: communicator of the group, for votes. `room`: communicators it may create, on all ranks."""
+        """`comm`: communicator for votes. `room`: limit of communicators, equal on all ranks."""
         self._mpi = mpi
         self._comm = comm
         self._group = group
@@ -54,7 +54,7 @@ class Contexts:
 
     @staticmethod
     def room() -> int:
-        """Return how many communicators a new group may reserve on this rank."""
+        """Return the number of communicators that a new group may reserve on this rank."""
         return min(_OF_A_GROUP, Contexts.unreserved // 4)
 
     def of(self, digest: int) -> Any:
@@ -78,7 +78,7 @@ class Contexts:
         self._taken = len(self.own)
 
     def make(self, digest: int | None) -> Poll | None:
-        """Begin to create the communicator of a signature, or with None the one that signatures share.
+        """Begin to create the communicator of a signature, or (None) the shared communicator.
 
         Returns None if it exists, or at the limit. Collective: all ranks have issued the operation. The poll
         raises `BackendError` if not even the shared communicator can be created.
@@ -127,9 +127,9 @@ class Contexts:
             self.own[digest] = context
 
     def vote(self, digest: int, flows: int = 0) -> Poll:
-        """Begin to compare an operation on all ranks. On at least one, the poll raises `OperationsDiffer`.
+        """Begin to compare an operation on all ranks; if they differ, a poll raises `OperationsDiffer`.
 
-        `flows`: the `flow_sum` of a vector collective; over all ranks they add up to 0 if the counts fit.
+        `flows`: the `flow_sum` of a vector collective; the sum over all ranks is 0 if the counts match.
         """
         mpi, size = self._mpi, self._group.size
         mine, result = array("Q", (digest, flows)), array("Q", (0, 0))
@@ -147,7 +147,7 @@ class Contexts:
         return counted
 
     def flow_sum(self, message: Message) -> int:
-        """Return sent minus expected elements, each times the factor of the pair of ranks, modulo 2⁶⁴."""
+        """Return sent minus expected elements, weighted by the factor of each pair of ranks, modulo 2⁶⁴."""
         if not message.compares_counts:
             return 0
         flows = zip(message.compared_flows(self._group.rank), self._flow_factors, strict=True)
@@ -156,7 +156,7 @@ class Contexts:
 
 
 class ContextGate:
-    """The gate that creates a signature's communicator before its second operation, and votes where needed.
+    """Gate that creates a signature's communicator before the second operation, and votes if necessary.
 
     The first operation, which ranks have compared, uses the shared communicator, since many signatures occur
     only once. With `at_once` the first operation already has its own communicator.
@@ -169,7 +169,7 @@ class ContextGate:
         self.again = True
 
     def __call__(self, message: Message) -> Poll | None:
-        """Begin the step for the next operation; None if it need not wait."""
+        """Begin the step for the next operation; None if the operation need not wait."""
         is_first, self._is_first = self._is_first, False
         self.again = is_first
         made = self._contexts.make(None if is_first else self._digest)
@@ -195,7 +195,7 @@ class ContextGate:
 
 
 def voted(start: Start, digest: int, cast: Callable[[int], Poll]) -> Start:
-    """Wrap `start`: an operation completes only after a vote that all ranks have started the same one."""
+    """Wrap `start`: operations complete only after a vote that all ranks have started the same operation."""
 
     def start_and_vote(message: Message) -> Poll:
         poll, ballot = start(message), cast(digest)
@@ -205,7 +205,7 @@ def voted(start: Start, digest: int, cast: Callable[[int], Poll]) -> Start:
 
 
 def _flow_factors(group: Group) -> tuple[list[int], list[int]]:
-    """Return an odd factor per pair of ranks: for this rank's sends to each rank and receives from each."""
+    """Return odd factors, one per pair of ranks: for this rank's sends and for its receives."""
 
     def factor(source: int, target: int) -> int:
         pair = f"{source}>{target}".encode()

@@ -1,9 +1,9 @@
-"""Mapping of torch's dtypes and reduce ops to MPI, with operations of this package where MPI's differ.
+"""Map torch's dtypes and reduce ops to MPI, with operations of this package where MPI's differ.
 
 MPI has no float16 and no bfloat16. MIN and MAX of NaN and of zeros of both signs depend on the library, the
 position of an element and the rank: Open MPI 5.0.11 drops NaN of some ranks and keeps NaN of others. Its
 vectorised SUM saturates 8- and 16-bit integers (component op/avx); the scalar SUM wraps around. PRODUCT of
-complex numbers recovers infinities, as in C, but in no other library used here.
+complex numbers recovers infinities as in C, unlike every other library used here.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def mpi_datatype(dtype: torch.dtype) -> Any:
 
 
 def mpi_op(op: ReduceOp, dtype: torch.dtype) -> Any:
-    """Return the MPI_Op of a reduction; SUM for AVG, whose result is divided afterwards.
+    """Return the MPI_Op of a reduction. For AVG it is SUM, and the result is divided afterwards.
 
-    Compiles an operation of this package where MPI's does not fit. Raises `Unsupported` if neither has one.
+    Compiles an operation of this package if MPI's does not suit. Raises `Unsupported` without either.
     """
     check_reducible(op, dtype)
     op = "SUM" if op == "AVG" else op
@@ -77,7 +77,7 @@ def mpi_op(op: ReduceOp, dtype: torch.dtype) -> Any:
 
 
 def own_reduction(op: ReduceOp | None, dtype: torch.dtype | None) -> str:
-    """Return how this package's operation differs from MPI's; empty where MPI's own is used."""
+    """Describe how this package's operation differs from MPI's; empty if MPI's own is used."""
     if dtype in _HALVES:
         return "widens to float32"
     if dtype in FLOATS and op in ("MIN", "MAX"):
@@ -89,7 +89,7 @@ def own_reduction(op: ReduceOp | None, dtype: torch.dtype | None) -> str:
 
 @cache
 def _own_op(op: ReduceOp, dtype: torch.dtype) -> Any:
-    """Return an MPI_Op of a function compiled by numba; a Python callback needs the GIL for each segment."""
+    """Return an MPI_Op of a function compiled by numba: a Python callback would take the GIL per segment."""
     from mcr_plus.backends.shm.reduce_kernels import mpi_function
 
     mpi = load_mpi()

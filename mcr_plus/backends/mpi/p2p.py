@@ -1,10 +1,10 @@
-"""Matching of MPI messages: a receive is posted after its message has been probed.
+"""Match MPI messages: post a receive only after its message has been probed.
 
-MPI libraries do not check dtypes, and Open MPI 5.0.11 writes an overlong message past the end of the buffer
-before it reports the truncation. So a receive is posted only when a message of the right size and dtype has
-arrived. The tag encodes the dtype, and whether the message carries a checksum, see `checked`. Of the
-29 bits of MPICH's tags, the program has 24 and the dtype 4; the last dtypes share a code, with fewer bits for
-the program.
+MPI libraries do not check dtypes, and Open MPI 5.0.11 writes a message that is too long past the end of the
+buffer before it reports the truncation. So a receive is posted only when a message of the right size and
+dtype has arrived. The tag encodes the dtype, and whether the message carries a checksum, see `checked`. Of
+the 29 bits of MPICH's tags, 24 are for the program and 4 for the dtype. The last dtypes share a code, and
+have fewer bits for the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcr_plus.core.message import Signature
 from mcr_plus.errors import OrderMismatch, Unsupported
 
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
-_CHECKED: Final = 1 << 4  # in a tag: the message carries a checksum; the bits below are for the dtype
+_CHECKED: Final = 1 << 4  # in a tag: the message carries a checksum; lower bits are for the dtype
 _BITS: Final = 5
 _SHARED: Final = _CHECKED - 1  # shared code of this dtype and all later ones
 _MORE: Final = 4  # bits that distinguish dtypes with the shared code
@@ -34,7 +34,7 @@ _AT_ONCE: Final = 16  # tags matched by one call of `progress`
 
 
 class Receive(ReceivePoll):
-    """The poll of a receive; `source` is set once its message has begun to arrive.
+    """Poll of a receive; `source` is set once the message has begun to arrive.
 
     Attributes:
         checked: bytes of the checksum in the message; 0 without a checksum.
@@ -75,9 +75,9 @@ class Receive(ReceivePoll):
 
 
 class MatchingQueue:
-    """Receives of one MPI communicator, which alone receive on it. Not thread-safe.
+    """All receives on one MPI communicator. Not thread-safe.
 
-    A message goes to the receive posted first among those with a matching source and tag, as in MPI.
+    As in MPI, a message goes to the first posted receive with a matching source and tag.
     """
 
     def __init__(self, mpi: Any, comm: Any, group: Group, busy: set[MatchingQueue]) -> None:
@@ -111,11 +111,11 @@ class MatchingQueue:
         return receive
 
     def progress(self) -> None:
-        """Receive arrived messages, so that a sender does not wait until the receiver polls."""
+        """Receive messages that have arrived, so that a sender does not wait until the receiver polls."""
         for tag in list(self._waiting)[:_AT_ONCE]:
             self.match(tag)
             if (queues := self._waiting.pop(tag, None)) is not None:
-                self._waiting[tag] = queues  # moved to the end, so that the next call starts with others
+                self._waiting[tag] = queues  # moved to the end, so that the next call starts with other tags
 
     def match(self, tag: int) -> None:
         """Post the receives under `tag` whose messages have arrived."""
@@ -133,7 +133,7 @@ class MatchingQueue:
                 self._busy.discard(self)
 
     def _sources(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> Sequence[int]:
-        """Return the sources from which this receive may take a message: those without an earlier receive."""
+        """Return the sources of which this receive may take a message: sources without an earlier receive."""
         if len(queues) == 1:
             return (self._mpi.ANY_SOURCE if receive.peer is None else receive.peer,)
         earlier = {peer for peer, queue in queues.items() if queue and queue[0].number < receive.number}
@@ -142,7 +142,7 @@ class MatchingQueue:
         return [rank for rank in range(self._group.size) if rank not in earlier]
 
     def _is_matched(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> bool:
-        """Return whether a receive leaves the queue. Any poll may match it; its own poll raises its error."""
+        """Match a receive; return whether it leaves the queue. Its own poll raises errors."""
         try:
             return self._match_one(receive, self._sources(receive, queues))
         except Exception as error:
@@ -173,7 +173,7 @@ class MatchingQueue:
             return False
         receive.source = sender = status.Get_source()
         assert receive.signature.dtype is not None
-        # In elements: the bytes of a large message may not fit MPI's counts.
+        # The count is in elements: the bytes of a large message may exceed MPI's counts.
         count = status.Get_count(receive.spec[1])
         if receive.checked:  # small, with a buffer description in bytes
             count = (count - receive.checked) // receive.signature.dtype.itemsize
@@ -185,9 +185,9 @@ class MatchingQueue:
         return True
 
     def _other(self, receive: Receive, source: int, tag: int, dtype: torch.dtype, checked: int) -> bool:
-        """Handle a message of another dtype, or one whose size decides otherwise about a checksum.
+        """Handle a message of another dtype, or with a size for which checksums differ.
 
-        An earlier message of the right dtype from this sender has arrived too.
+        An earlier message of the right dtype from this sender may have arrived, too.
         """
         sender = self._status.Get_source()
         count = (self._status.Get_count(self._mpi.BYTE) - checked) // dtype.itemsize

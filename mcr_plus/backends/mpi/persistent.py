@@ -1,4 +1,4 @@
-"""Persistent requests of MPI-4: for operations bound to their tensors, and for small all_reduces."""
+"""Persistent requests of MPI-4, for operations bound to tensors and for small all_reduces."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NAMES: Final = {kind: f"{collective(kind).mpi.capitalize()}_init" for kind in _
 
 @cache
 def has_persistent() -> bool:
-    """Return True if MPI 4's persistent collectives can be used, as in Open MPI 5, which reports MPI 3.1.
+    """Return True if MPI 4's persistent collectives can be used; Open MPI 5 has them, but reports MPI 3.1.
 
-    Intel MPI 2021.18 has wrong ones: a restarted scatter or all_gather delivers the data of the first start,
-    and a restarted gather delivers nothing.
+    Those of Intel MPI 2021.18 are wrong: a restarted scatter or all_gather delivers the data of the first
+    start, and a restarted gather delivers nothing.
     """
     mpi = load_mpi()
     if "Intel(R) MPI" in mpi.Get_library_version():
@@ -39,7 +39,7 @@ def has_persistent() -> bool:
 
 
 class MpiRequest:
-    """A persistent request, created by its first start, because its creation is an ordered collective."""
+    """A persistent request. The first start creates it, because creation is an ordered collective."""
 
     def __init__(self, make: Callable[[], tuple[Callable[[], object], Poll]]) -> None:
         self._make = make
@@ -56,11 +56,11 @@ class MpiRequest:
 
 
 class _User:
-    """Token that lives as long as a request may be started or polled."""
+    """Token that lives as long as a request can be started or polled."""
 
 
 class PersistentRequests:
-    """The persistent requests of a group, which keep their communicators alive."""
+    """Persistent requests of a group; they keep their communicators alive."""
 
     def __init__(self, mpi: Any, collectives: Collectives, contexts: Contexts) -> None:
         self._mpi = mpi
@@ -106,9 +106,9 @@ class PersistentRequests:
     def staged(self, signature: Signature, comm: Any) -> Start | None:
         """Return a small all_reduce by a persistent request on own buffers; None if large, or MPI is too old.
 
-        Starting a request is cheaper than a nonblocking call, by more than the cost of two small copies. A
-        synchronous operation of a signature is never in flight twice, so one pair of buffers is enough. The
-        request is freed some time after the last reference to its start and polls.
+        Starting a request instead of a nonblocking call saves more than two small copies cost. A synchronous
+        operation of a signature is never in flight twice, so one pair of buffers is enough. The request is
+        freed some time after the last reference to its start and polls.
         """
         nbytes = signature.nbytes or 0
         if not 0 < nbytes <= _STAGED_BYTES or not has_persistent():

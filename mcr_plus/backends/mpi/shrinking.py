@@ -1,8 +1,8 @@
-"""MPI after the loss of ranks: a communicator of the surviving ranks, through Open MPI's ULFM.
+"""MPI after ranks are lost: a communicator of the surviving ranks, through Open MPI's ULFM.
 
 `MPI_Comm_shrink` creates it (Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI
-communication capability", 2013). The call returns only once all live processes of the communicator have made
-it. So it is called after all missing ranks have died, in a thread with a time limit. Open MPI's
+communication capability", 2013). The call returns only once all live processes of the communicator have
+called it. So it is made after all missing ranks have died, in a thread with a time limit. Open MPI's
 `MPI_Comm_ishrink` fails while collectives of dead ranks are pending (seen with 5.0.11).
 """
 
@@ -24,21 +24,22 @@ _PATIENCE: Final = 3.0  # s; with a dead rank the call takes 0.1 s
 
 
 class _Remnant:
-    """The communicator of the members of an epoch; None for the one of all processes of the launcher."""
+    """Communicator of the members of an epoch; None for the communicator of all processes of the launcher."""
 
     comm: Any = None
     epoch = 0
 
 
 def everyone() -> Any:
-    """Return the communicator of all of the world's ranks; raises `BackendUnavailable` without MPI."""
+    """Return the communicator of all ranks of the world; raises `BackendUnavailable` without MPI."""
     return load_mpi().COMM_WORLD if _Remnant.comm is None else _Remnant.comm
 
 
 def follow(world: World, roster: EpochLog, refusal: str) -> str:
     """Create the communicator of an epoch's members; collective over them.
 
-    `refusal`: why this process already cannot use MPI; empty if it can. Returns why there is no communicator.
+    `refusal`: the reason why this process cannot use MPI, empty if it can. Returns the reason why there is no
+    communicator, or ''.
     """
     if not roster.is_remnant:  # the same on all ranks
         return "MPI can serve the remaining ranks only if all others have died and none has joined"
@@ -70,19 +71,19 @@ def follow(world: World, roster: EpochLog, refusal: str) -> str:
 
 
 def _hindrance(epoch: int) -> str:
-    """Return why this process may not shrink its communicator for this epoch; empty if it may."""
+    """Return the reason why this process may not shrink its communicator for this epoch; empty if it may."""
     mpi = load_mpi()
     if epoch - _Remnant.epoch not in (0, 1):
         return "an earlier epoch has continued without MPI"
     if not hasattr(mpi.Comm, "Shrink") or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         return "this MPI library cannot repair a communicator that has lost a rank"
-    if Contexts.in_the_making:  # Open MPI 5.0.11 crashes when it learns of the next death
+    if Contexts.in_the_making:  # Open MPI 5.0.11 would crash at the next death of a rank
         return "a rank has died while MPI was making a communicator, or MPI has failed to make one"
     return ""
 
 
 class _Shrinking(threading.Thread):
-    """A shrink in progress. `comm`: the new communicator; None until then, and after a failure."""
+    """A shrink in progress. `comm`: the new communicator; None before the end, and after a failure."""
 
     def __init__(self, before: Any) -> None:
         super().__init__(name="mcr-shrink-mpi", daemon=True)

@@ -1,4 +1,4 @@
-"""NCCL, through its C ABI: any library that has it can be loaded."""
+"""NCCL, through its C ABI: any library with this ABI can be loaded."""
 
 from __future__ import annotations
 

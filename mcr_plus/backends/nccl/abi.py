@@ -1,4 +1,4 @@
-"""The NCCL C ABI in ctypes: types, constants, and one loaded library.
+"""NCCL's C ABI in ctypes: types, constants, and one loaded library.
 
 The functions of NCCL 2.10 are required. Error texts (2.13), `ncclCommFinalize` (2.14) and `ncclCommRevoke`
 (2.29) are optional, so that forks of older versions load too.
@@ -83,7 +83,7 @@ class NcclError(RuntimeError):
 
 
 class Nccl:
-    """One loaded library. Its collectives are attributes; every function returns NCCL's result codes."""
+    """One loaded library. Collectives are attributes; every function returns NCCL's result codes."""
 
     def __init__(self, library: Any) -> None:
         found = {name: _declare(library, name, types) for name, types in (_FUNCTIONS | _LATER).items()}
@@ -92,7 +92,7 @@ class Nccl:
             raise BackendUnavailable(
                 f"backend nccl: {library!r} is no NCCL library: it lacks {', '.join(missing)}"
             )
-        self.place = ""  # how the library was found, in words
+        self.place = ""  # how the library was found, as text
         self._functions: dict[str, Any] = found
         self.all_reduce = found["ncclAllReduce"]
         self.reduce = found["ncclReduce"]
@@ -148,8 +148,8 @@ class Nccl:
     def settled(self, comm: int, code: int, is_given_up: Callable[[], object] = bool) -> int:
         """Wait until NCCL has completed the call that returned `code`; return the resulting code.
 
-        Only a communicator that NCCL_COMM_BLOCKING=0 makes non-blocking may be in progress: it accepts no
-        other call meanwhile, and may not have launched yet. `is_given_up`: returns True to stop waiting.
+        Only a non-blocking communicator (NCCL_COMM_BLOCKING=0) may be in progress: it accepts no other call
+        meanwhile, and may not have launched yet. `is_given_up`: returns True to stop waiting.
         """
         while code == IN_PROGRESS and not is_given_up():
             time.sleep(_NAP)
@@ -157,7 +157,7 @@ class Nccl:
         return code
 
     def async_error(self, comm: int) -> int:
-        """Return the state of a communicator: success, in progress, or the code of a background error."""
+        """Return the state of a communicator: success, in progress, or a background error's code."""
         state = c_int()
         code: int = self._functions["ncclCommGetAsyncError"](comm, ctypes.byref(state))
         return code or state.value
@@ -170,12 +170,12 @@ class Nccl:
         self.check(self._functions["ncclCommDestroy"](comm), "destroying a communicator")
 
     def revoke(self, comm: int) -> bool:
-        """Stop a communicator's running operations and calls, but keep it; return False if NCCL cannot."""
+        """Stop a communicator's running operations and calls, but keep it; False if NCCL cannot."""
         function = self._functions["ncclCommRevoke"]
         return function is not None and function(comm, 0) in (SUCCESS, IN_PROGRESS)
 
     def abort(self, comm: int) -> None:
-        """Abort a communicator with its operations, and free it. No other thread may be in a call on it."""
+        """Abort a communicator and its operations, and free it. No other thread may be in a call on it."""
         self._functions["ncclCommAbort"](comm)
 
     def grouped(self, calls: Sequence[Call], comm: int, stream: int) -> int:
@@ -203,7 +203,7 @@ def _declare(library: Any, name: str, types: tuple[Any, ...]) -> Any:
 
 @cache
 def load(path: str | None = None) -> Nccl:
-    """Load `path`, else the result of `finding.library`, else the library that the system's loader finds.
+    """Load `path`, the result of `finding.library`, or the library that the system's loader finds.
 
     Raises `BackendUnavailable` with the loader's error.
     """

@@ -24,8 +24,7 @@ _ABORT_PATIENCE: Final = 10.0
 
 
 class NcclBackend(Backend):
-    """NCCL on the CUDA device that is current when a group is created. Ranks of a group use different
-    devices.
+    """NCCL on the current CUDA device at the creation of a group; ranks of a group use different devices.
 
     `library`: path of another library with NCCL's ABI, set by subclasses.
     """
@@ -56,14 +55,14 @@ class NcclBackend(Backend):
 
     @classmethod
     def library_version(cls) -> str:
-        """Version of the NCCL in use: `NCCL 2.28.3`."""
+        """Version of the loaded NCCL: `NCCL 2.28.3`."""
         from mcr_plus.backends.nccl.abi import load
 
         return f"NCCL {load(cls.library).version_text}"
 
     @classmethod
     def availability(cls) -> Availability:
-        """Report NCCL as available with a CUDA device and a library; queries the driver's NVML, not CUDA."""
+        """Report NCCL as available with a CUDA device and a library; queries NVML, not CUDA."""
         if torch.cuda.device_count() == 0:
             built = torch.version.cuda is not None
             return Availability(
@@ -125,7 +124,7 @@ class NcclBackend(Backend):
         )
 
     def progress(self) -> None:
-        """Launch operations that were queued while NCCL was connecting; others need no host."""
+        """Launch operations that were queued while NCCL was connecting; other operations need no host."""
         for channel in self._channels:
             channel.progress()
 

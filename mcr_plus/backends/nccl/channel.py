@@ -1,7 +1,7 @@
 """A group of ranks in NCCL: its communicators, and its operations as NCCL calls.
 
-A group has one communicator for its collectives. It also has one for each direction in which two of its ranks
-send, created when first used, so that a send never waits for a collective or a receive. NCCL has neither tags
+A group has one communicator for collectives. For messages, it has one communicator for each ordered pair of
+ranks, created on first use, so that a send never waits for a collective or a receive. NCCL has neither tags
 nor receives from any source.
 """
 
@@ -48,7 +48,7 @@ class _NcclReduction(NamedTuple):
 
 
 def _reduction(signature: Signature) -> _NcclReduction | None:
-    """Return NCCL's reduction for a signature's reduce op and dtype, None if it has none."""
+    """Return NCCL's reduction for a signature's reduce op and dtype; None if NCCL has none."""
     op, dtype = signature.reduce_op or "", signature.dtype
     if dtype is torch.bool and op in _BOOL_OPS:
         return _NcclReduction(
@@ -99,7 +99,7 @@ def _whole(tensor: torch.Tensor, peer: int) -> _PeerBytes:
 
 
 def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> list[_PeerBytes]:
-    """Return the consecutive parts of a tensor, one per rank: of equal sizes, or of `counts` elements."""
+    """Return the consecutive parts of a tensor, one per rank, with equal sizes or `counts` elements."""
     counts = [tensor.numel() // size] * size if counts is None else counts
     parts, address = [], tensor.data_ptr()
     for peer, count in enumerate(counts):
@@ -109,7 +109,7 @@ def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> lis
 
 
 class NcclChannel(Channel):
-    """The communicators of a group."""
+    """Communicators of a group."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class NcclChannel(Channel):
         return link
 
     def _links(self) -> list[NcclLink]:
-        # The order is the same at both ends of every link, so that waits of ranks form no cycle.
+        # The order is the same at both ends of every link, so that ranks cannot wait in a cycle.
         return [self._link, *(self._directions[pair] for pair in sorted(self._directions))]
 
     def connect(self) -> None:
@@ -177,7 +177,7 @@ class NcclChannel(Channel):
                 link.advance()
 
     def close(self) -> None:
-        """See `Channel.close`. A link that cannot be closed is logged; the others are closed all the same."""
+        """See `Channel.close`. A link that cannot be closed is logged; the others are still closed."""
         self._closing(self)
         links, deadline = self._links(), Deadline(self._timeout)
         for link in links:
@@ -300,7 +300,7 @@ class NcclChannel(Channel):
         receives: Sequence[_PeerBytes],
         *tensors: torch.Tensor,
     ) -> Poll:
-        """Submit sends and receives of bytes as one operation; both sides omit empty parts."""
+        """Submit sends and receives of bytes as one operation; both ends omit empty parts."""
         nccl = self._nccl
         sends, receives = [p for p in sends if p.nbytes], [p for p in receives if p.nbytes]
         calls: list[Call] = [partial(nccl.send, p.address, p.nbytes, UINT8, p.peer) for p in sends]

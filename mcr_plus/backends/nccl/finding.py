@@ -17,7 +17,7 @@ LOADER: Final = f"{_NAME}.2"
 
 
 class FoundLibrary(NamedTuple):
-    """A library: its path, and how it was found, in words."""
+    """A library: path, and how it was found, as text."""
 
     path: str
     how: str

@@ -1,12 +1,12 @@
-"""One NCCL communicator with its stream, and its queue of operations.
+"""One NCCL communicator with a stream and a queue of operations.
 
 An operation waits for the work enqueued so far on the caller's stream, runs on the communicator's own stream,
 and ends in an event. An NCCL call may wait for peers: while the communicator is created, and while ranks
-connect for an operation of a new kind, size or peer. Such calls run on a thread, one at a time, and other
-operations are queued here meanwhile. Operations are also queued while the device's queues have no room, since
-launches would wait. All other operations are launched where they are issued. NCCL's non-blocking
-communicators start a thread for every launch, which takes ten times as long; if NCCL_COMM_BLOCKING=0 selects
-them, their launches are waited for in the background too. Tests on GPUs: docs/gpu.md.
+connect for an operation with a new kind, size or peer. Such calls run on a thread, one at a time, and other
+operations are queued meanwhile. Operations are also queued while the device's queues have no room, since
+launches would wait. All other operations are launched at once. NCCL's non-blocking communicators start a
+thread for every launch, which takes ten times as long; if NCCL_COMM_BLOCKING=0 selects them, a thread waits
+for their launches, too. Tests on GPUs: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -95,11 +95,10 @@ class NcclLink:
     def submit(
         self, call: Call, key: Hashable, *tensors: torch.Tensor, parts: int = 1, on_host: bool = False
     ) -> EventPoll:
-        """Queue an operation that follows the work enqueued so far on the current stream.
+        """Queue an operation to run after the work enqueued so far on the current stream.
 
         `key`: equal for operations that need the same connections between ranks; a frozenset of keys for an
-        operation that needs several connections, as other operations may have made each. `parts`: number of
-        NCCL calls in the operation.
+        operation that needs several connections. `parts`: number of NCCL calls in the operation.
         """
         for tensor in tensors:
             if tensor.get_device() != self.streams.device:
@@ -137,8 +136,8 @@ class NcclLink:
     def advance(self) -> None:
         """Launch queued operations as far as NCCL accepts them; never block, and leave errors to polls.
 
-        This includes errors of the store and of threads, because the caller that drives all links may have no
-        operation on this one.
+        Errors of the store and of threads are left to polls, too, because the caller that drives all links
+        may have no operation on this one.
         """
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
@@ -215,7 +214,7 @@ class NcclLink:
         self.entries += poll.entries
 
     def _has_room(self, poll: EventPoll) -> bool:
-        """Return whether the device's queues have room for another launch; empty queues have room for any."""
+        """Return whether the device's queues have room for another launch; empty queues always have room."""
         flying = self._flying
         while flying and (
             len(flying) >= _MOST_LAUNCHES
@@ -306,10 +305,10 @@ class NcclLink:
     def abort(self) -> None:
         """Abort the communicator, whatever is in flight; a second call does nothing.
 
-        NCCL frees the communicator, and requires that no other thread is in a call then. A launch takes
+        NCCL frees the communicator, and requires that no other thread is in a call on it. A launch takes
         microseconds. A call in the background ends when NCCL finds that a peer has died, but a silent peer
-        may block it for ever. NCCL 2.29 and later can end such a call (revoke); in earlier versions the call
-        keeps its communicator.
+        may block it forever. NCCL 2.29 and later can end such a call (revoke); in earlier versions, a blocked
+        call keeps the communicator.
         """
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
         is_held = self.lock.acquire(timeout=_ABORT_WAITS)
@@ -336,7 +335,7 @@ def _has_ended(call: Background[int]) -> bool:
 
 
 class EventPoll:
-    """The poll of one operation: queries the event recorded after it.
+    """Poll of one operation: queries the event recorded after the operation.
 
     `on_host`: the host waits for the operation, not a stream (barrier).
     """
@@ -397,7 +396,7 @@ class EventPoll:
 
     @property
     def ready(self) -> bool:
-        """Return whether `order_current_stream` returns at once. Until then poll, so others can progress."""
+        """Return whether `order_current_stream` returns at once; until then, poll so that others progress."""
         return self._done or (self._end is not None and not self._on_host)
 
     def order_current_stream(self) -> None:
@@ -420,10 +419,10 @@ class EventPoll:
             )
 
     def chain(self, function: Callable[[], None]) -> None:
-        """Run `function` under the link's stream, at once or as soon as the operation is launched.
+        """Run `function` on the link's stream, at once or as soon as the operation is launched.
 
-        Its kernels run after the operation and the work enqueued so far on the current stream. `function`
-        must not block.
+        Kernels of `function` run after the operation and the work enqueued so far on the current stream.
+        `function` must not block.
         """
         link = self._link
         arrived = link.mark()

@@ -1,4 +1,4 @@
-"""Rendezvous of a communicator's ranks before they call NCCL."""
+"""Rendezvous of a communicator's ranks before the ranks call NCCL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class Meeting:
     """Returns the communicator's unique id once all its ranks have arrived, None before.
 
-    Ranks call NCCL only then: NCCL would wait for absent ranks, and cannot be stopped while it creates a
-    communicator.
+    Ranks call NCCL only after that: NCCL would wait for absent ranks, and cannot be stopped while it creates
+        a communicator.
     """
 
     def __init__(

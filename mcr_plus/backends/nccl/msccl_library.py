@@ -1,7 +1,7 @@
-"""The backend `msccl` on GPUs: a library with NCCL's C ABI that runs algorithm files itself.
+"""Backend `msccl` on GPUs: a library with NCCL's C ABI that runs algorithm files itself.
 
 Examples are MSCCL's executor for NCCL, and RCCL. The library's own scheduler picks algorithms from the folder
-MSCCL_ALGO_DIR. This backend is untested: neither on a GPU nor with any such library.
+MSCCL_ALGO_DIR. This backend is untested, both on GPUs and with such libraries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FOLDER: Final = "MSCCL_ALGO_DIR"
 
 
 class MscclLibraryBackend(NcclBackend):
-    """The library that MCR_MSCCL_LIBRARY names, with the configuration's algorithm files."""
+    """The library named by MCR_MSCCL_LIBRARY, with the configuration's algorithm files."""
 
     name = "msccl"
     has_algorithms = True

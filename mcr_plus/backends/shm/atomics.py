@@ -1,8 +1,8 @@
 """Intrinsics for memory shared by processes: ordered loads and stores, copies, pauses, futexes.
 
-All are numba intrinsics on addresses (int64), not on arrays. A compiled function then takes one array of
-state with the addresses of all buffers, which makes calls as cheap as numba allows. Addresses of counters are
-multiples of 8.
+All are numba intrinsics on addresses (int64), not on arrays. So a compiled function takes a single array of
+state with the addresses of all buffers, which makes calls as cheap as possible with numba. Addresses of
+counters are multiples of 8.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba.core import cgutils
 
 from mcr_plus.waiting.futex_memory import EVERYBODY, SYSTEM_CALL, WAKE
 
-_numba: Any = numba  # partly annotated, which type checkers report
+_numba: Any = numba  # numba's partial annotations make type checkers report errors
 _types: Any = _numba.types
 _I8: Final = ir.IntType(8)
 _I32: Final = ir.IntType(32)
@@ -38,7 +38,7 @@ def _of_integers(arguments: int, returns: bool, emit: Callable[[Any, Any], Any])
             lambda context, builder, signature, args: emit(builder, args)  # noqa: ARG005
         )
 
-    # numba counts the parameters, so there is one function per number of parameters.
+    # numba inspects the parameters, so there is one function per number of parameters.
     def none(typing_context: Any) -> Any:  # noqa: ARG001
         return build()
 
@@ -68,7 +68,7 @@ def _emit_store(builder: Any, args: Any) -> None:
 
 
 def _emit_pause(builder: Any, args: Any) -> None:  # noqa: ARG001
-    # Uses LLVM intrinsics, because numba has no parser for assembly.
+    # LLVM intrinsics, because numba has no parser for assembly.
     machine = platform.machine()
     if machine in ("x86_64", "AMD64"):
         kind = ir.FunctionType(ir.VoidType(), [])
@@ -80,7 +80,8 @@ def _emit_pause(builder: Any, args: Any) -> None:  # noqa: ARG001
 
 
 def _emit_yield(builder: Any, args: Any) -> None:  # noqa: ARG001
-    # Calls by name, which the linker resolves in every process: the disk cache cannot hold addresses.
+    # Functions are called by name, which the linker resolves in every process: the disk cache cannot hold
+    # addresses.
     kind = ir.FunctionType(_I32, [])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
 

@@ -1,4 +1,4 @@
-"""The backend `msccl`: collectives and messages among the ranks of one host, through shared memory."""
+"""Backend `msccl`: collectives and messages between ranks of one host, through shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def kernel_of(kind: str) -> int | None:
-    """Return the number of a collective in `collectives_kernels`; None if there is none of this name."""
+    """Return the number of a collective in `collectives_kernels`; None for an unknown name."""
     found: int | None = getattr(collectives_kernels, kind.upper(), None)
     if found is None and kind in VECTOR:
         return collectives_kernels.EXCHANGE if collective(kind).sends == "each" else collectives_kernels.SHARE
@@ -41,11 +41,11 @@ def kernel_of(kind: str) -> int | None:
 _KERNELS: Final = {kind: number for kind in KINDS if (number := kernel_of(kind)) is not None}
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_RANKS: Final = 128  # the memory grows with the square of this
-# Bytes of a slot. Ranks wait for each other at each slice; on busy cores each wait costs a time slice of
-# another process. Larger slots mean fewer waits, but slots beyond 2 MiB do not fit the caches.
+# Bytes of a slot. Ranks wait for each other at each slice, and on busy cores each wait costs a time slice of
+# another process. Larger slots mean fewer waits, but slots above 2 MiB do not fit the caches.
 _AREA: Final = 2 << 20
 _IN_THREAD: Final = 768 << 10  # bytes above which asynchronous operations run in the thread
-_SPINS: Final = 20  # per poll, which then takes as long as an MPI poll; the engine sets the number of polls
+_SPINS: Final = 20  # per poll, which makes a poll as long as an MPI poll; the engine sets the number of polls
 _YIELDS: Final = 4
 _AREAS: Final = 24 << 20  # bytes for all ranks
 _MESSAGES: Final = 1  # channel of sends and receives; the channels of algorithms follow
@@ -64,7 +64,7 @@ class MscclBackend(Backend):
     host_driven = True
     keeps_apart = True  # every slot has the tag of its operation
     rings = True
-    spins = 40  # each may take 5 µs; the engine checks for other work after the last
+    spins = 40  # a poll may take 5 µs; the engine checks for other work after the last one
     preference = Preference(cpu=1)
 
     def __init__(self, world: World) -> None:
@@ -75,7 +75,7 @@ class MscclBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Report the backend as available if the system has shared memory as Linux does."""
+        """Report the backend as available if the system has shared memory like Linux."""
         if not _SHARED_MEMORY.is_dir():
             return Availability(False, reason=f"no {_SHARED_MEMORY} on {sys.platform}", remedy="use Linux")
         return Availability(True, cls.library_version())
@@ -159,7 +159,7 @@ class MscclBackend(Backend):
             channel.progress()
 
     def thread_restriction(self) -> str:
-        """See `Backend`. A work queue admits one thread, and the engine's lock protects messages."""
+        """See `Backend`. A work queue admits one thread; the engine's lock protects messages."""
         return ""
 
     def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend
@@ -291,13 +291,13 @@ class SharedMemoryChannel(Channel):
         )
 
     def run_by(self, signature: Signature, state: Any, begin: Begin, advance: Advance) -> Run:
-        """Return the start of operations of a state; the work queue calls the given functions in order."""
-        # Smaller operations are done before the thread could wake up.
+        """Return the start of operations of a state; the work queue calls `begin` and `advance` in order."""
+        # Smaller operations end before the thread could wake up.
         in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
         return self._queue.bind(begin, advance, state, in_thread=in_thread)
 
     def _bind_algorithm(self, signature: Signature) -> Start:
-        from mcr_plus.backends.shm import interpreter_kernels  # here: most jobs' tables name no algorithm
+        from mcr_plus.backends.shm import interpreter_kernels  # imported here: most tables name no algorithm
         from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
         from mcr_plus.msccl import catalog
 
@@ -381,11 +381,11 @@ class SharedMemoryChannel(Channel):
         self.end()
         self._segment.close()
 
-    release = close  # other ranks may still use theirs, since each has its own mapping
+    release = close  # each rank has its own mapping, so other ranks may still use theirs
 
 
 class _Stepping:
-    """The poll of an algorithm; raises `OrderMismatch` if a peer has issued another operation."""
+    """Poll of an algorithm; raises `OrderMismatch` if a peer has issued another operation."""
 
     def __init__(
         self,
@@ -405,7 +405,7 @@ class _Stepping:
         if (rank := self._mismatched(self._state)) is not None:
             now = monotonic()
             if self._since is None:
-                self._since = now  # a better error may follow with the peer's description
+                self._since = now  # the peer's description may follow, for a better error
             elif now - self._since > _PATIENCE_S:
                 raise OrderMismatch(
                     f"{self._signature.describe()} in group '{self._group.name}': "
@@ -415,7 +415,7 @@ class _Stepping:
 
 
 class _Uneven:
-    """The poll of an operation with uneven sizes; raises if ranks disagree on the sizes."""
+    """Poll of an operation with uneven sizes; raises an error if ranks disagree on the sizes."""
 
     def __init__(self, poll: Poll, state: Any, message: Message, group: Group, parts: int) -> None:
         self._poll, self._state, self._message, self._group = poll, state, message, group

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from mcr_plus.backends.shm.segment import Segment
 
 _NOTHING: Final = ReduceKernels()
-_CACHED: Final = 768 << 10  # bytes of a slice that stay in the core's cache until a peer reads them
+_CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
 
 class DirectCollectives:
-    """The direct collectives of one rank of two or more on a segment.
+    """Direct collectives of one rank, of two or more, on a segment.
 
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
-    `advance` with and without the core before it returns. `whole`: size in bytes up to which every rank
-    reduces all data. `streamed`: size in bytes from which results are written past the caches.
+    `advance`, spinning and yielding, before it returns. `whole`: size in bytes up to which every rank reduces
+    all data. `streamed`: size in bytes above which results bypass the caches.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class DirectCollectives:
 
         `begin(state, source, target)` takes addresses, equal for calls in place: all_gather's source may be
         its block of the target. `count` elements of `width` bytes are the whole buffer of all_reduce, reduce
-        and broadcast, and one rank's block of all others. broadcast reads the root's `source` and does not
-        write its target. A state may be begun again when the operation is done. Ranks with different `tag`s
-        wait for each other for ever.
+        and broadcast, and one rank's block of other operations. broadcast reads the root's `source` and does
+        not write the root's target. A state may be used again when the operation is done. Ranks with
+        different `tag`s wait for each other forever.
 
         For EXCHANGE, SHARE and REDUCE_SCATTER_V the state is a pattern, from which `of_sizes` makes states.
         """
@@ -114,8 +114,7 @@ class DirectCollectives:
         return state
 
     def of_sizes(self, pattern: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
-        """Return the state of one operation, given the elements for each rank and the elements expected from
-        it.
+        """Return the state of one operation; `sent`, `expected`: elements to each rank and from each rank.
 
         Parts are contiguous in source and target, in rank order; SHARE's source is sent to all ranks. When
         the operation is done, `mismatch` returns a disagreement on sizes.
@@ -130,5 +129,5 @@ class DirectCollectives:
 
 
 def mismatch(state: Any) -> tuple[int, int] | None:
-    """Return, after an operation, a rank with an unexpected count, and the count; None if there is none."""
+    """Return a rank that had an unexpected count in an operation, and the count; None if there is none."""
     return (int(state[words.MISMATCH]) - 1, int(state[words.GIVEN])) if state[words.MISMATCH] else None

@@ -1,20 +1,20 @@
-"""Compiled functions of the direct collectives: each rank writes to its own area and reads its peers' areas.
+"""Compiled direct collectives: each rank writes to its own area and reads the areas of peers.
 
-Data passes in slices through a ring of slots per rank, in up to three phases, each of which may be ahead of
-the next one by as many slices as there are slots:
+Data passes in slices through a ring of slots per rank, in up to three phases. A phase may be ahead of the
+next phase by as many slices as there are slots:
 
-    put      copy the data that others need from this rank into the slot      then `put` += 1
-    reduce   once all have put: combine the own part, store it in the slot    then `reduced` += 1
-    take     once the owners are done: copy their parts out of their slots    then `taken` += 1
+    put      copy this rank's data for other ranks into the slot               then `put` += 1
+    reduce   once all have put: combine this rank's part in the slot          then `reduced` += 1
+    take     once owners have reduced: copy their parts out of their slots     then `taken` += 1
 
 A slot is reused when all ranks have taken from it. The three counters of a rank are on one line that only
-this rank writes; they count slices since the creation of the segment, so that operations follow each other
-without any agreement. Each part is reduced by one rank, or in the order of ranks, so all ranks get the same
-bits.
+this rank writes; they count slices since the creation of the segment, so that operations
+follow each other without synchronisation. Each part is reduced by one rank, or in rank order, so all ranks
+get the same bits.
 
-Where sizes differ between ranks the number of slices is unknown at first. Each slot then begins with a
-header: the number of slices of its rank, and the number of elements for each of the others. All continue to
-the largest number. A rank that receives an unexpected count discards the data, and `collectives.mismatch`
+If sizes differ between ranks, the number of slices is unknown at first. Then each slot begins with a header:
+the rank's number of slices, and the number of elements for each other rank. All ranks continue to the largest
+number of slices. A rank that receives an unexpected count discards the data, and `collectives.mismatch`
 returns the sender.
 
 `advance` is resumable: it returns after a moment without progress, so that Python checks deadlines, and it
@@ -72,7 +72,7 @@ SPINS: Final = 7
 YIELDS: Final = 8
 BASE: Final = 9  # slices of all earlier operations
 SLICES: Final = 10
-PUT: Final = 11  # slices of this operation: put, reduced, taken by this rank
+PUT: Final = 11  # slices of this operation put, reduced and taken by this rank
 REDUCED: Final = 12
 TAKEN: Final = 13
 SOURCE: Final = 14  # addresses
@@ -83,19 +83,19 @@ SLICE: Final = 18  # elements of a slice
 COMBINE: Final = 19  # addresses of kernels
 DIVIDE: Final = 20
 ROOT: Final = 21
-STREAMS: Final = 22  # whether `take` writes past the caches
-HEADER: Final = 23  # bytes, where sizes differ between ranks
-AGREED: Final = 24  # whether the number of slices is known
+STREAMS: Final = 22  # flag: `take` bypasses the caches
+HEADER: Final = 23  # bytes, if sizes differ between ranks
+AGREED: Final = 24  # flag: the number of slices is known
 MISMATCH: Final = 25  # 1 + a rank that sends an unexpected count
 TAG: Final = 26  # tag of the operation, equal on all ranks
 BELLS: Final = 27
 GIVEN: Final = 28  # elements that the rank of `MISMATCH` sends to this rank
-WORDS: Final = 29  # for uneven sizes: then elements for each rank, and elements expected from each
+WORDS: Final = 29  # for uneven sizes, followed by elements for and from each rank
 
 PUT_AT: Final = 0  # offsets in a rank's line
 REDUCED_AT: Final = 8
 TAKEN_AT: Final = 16
-TAGS_AT: Final = 24  # tag of the operation that each slot of the ring belongs to
+TAGS_AT: Final = 24  # for each slot of the ring, the tag of its operation
 KNOWN_AT: Final = 64  # slices known to be taken by all peers; on a cache line that peers do not read
 
 
@@ -113,7 +113,7 @@ def all_reached(state, offset, count):  # type: ignore[no-untyped-def]
 def all_put(state, index):  # type: ignore[no-untyped-def]
     """Return whether every other rank has put slice `index` for the same operation.
 
-    A slice of another operation is never taken: mismatched operations stay pending.
+    A slice of another operation is never taken, so mismatched operations stay pending.
     """
     lines, ring, number = state[LINES], state[RING], state[BASE] + index
     for rank in range(state[RANKS]):
@@ -137,7 +137,7 @@ def slot_of(state, rank, slice_number):  # type: ignore[no-untyped-def]
 def bounds_of(state, rank, elements):  # type: ignore[no-untyped-def]
     """Return the first element of a rank's part of a slice, and the number of elements.
 
-    Parts are whole cache lines, so that no two ranks write to the same line.
+    Parts are whole cache lines, so that ranks never write to the same line.
     """
     ranks, line = state[RANKS], 64 // state[WIDTH]
     part = (elements + ranks * line - 1) // (ranks * line) * line
@@ -147,7 +147,7 @@ def bounds_of(state, rank, elements):  # type: ignore[no-untyped-def]
 
 @compiled
 def block_of(state, rank, index):  # type: ignore[no-untyped-def]
-    """Return the address of a slice of the block from a rank to this one: in its slot, or in our source."""
+    """Return the address of a slice of the block from a rank to this rank: in a slot, or in our source."""
     me, width = state[RANK], state[WIDTH]
     exchanged = state[KIND] == ALL_TO_ALL
     if rank != me:
@@ -201,7 +201,7 @@ def _agree(state):  # type: ignore[no-untyped-def]
 
 @linked
 def _take_uneven(state, index):  # type: ignore[no-untyped-def]
-    """Copy a slice of every rank's data for this rank; the own part comes from the source."""
+    """Copy a slice of every rank's data for this rank; this rank's own part comes from the source."""
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     skip = index * state[SLICE] * width
     target = state[TARGET] + skip
@@ -304,7 +304,7 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
 
 @linked
 def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy into the caller's buffer, past the caches if the result is larger than they are."""
+    """Copy into the caller's buffer, past the caches if the result is larger than the caches."""
     if not state[STREAMS] or nbytes < 2 * STREAMED:
         copy(target, source, nbytes)
         return
@@ -329,7 +329,7 @@ def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def
 
 @linked
 def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
-    """Copy a slice of every rank's block; the own block comes from the source."""
+    """Copy a slice of every rank's block; this rank's own block comes from the source."""
     width = state[WIDTH]
     for rank in range(state[RANKS]):
         target, at = state[TARGET] + (rank * state[COUNT] + first) * width, block_of(state, rank, index)
@@ -364,7 +364,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_put(state, count):  # type: ignore[no-untyped-def]
-    """Return whether all ranks have taken `count` slices; mostly known without reading their lines."""
+    """Return whether all ranks have taken `count` slices; usually known without reading their lines."""
     if load_acquire(state[LINES] + state[RANK] * LINE + KNOWN_AT) >= count:
         return True
     return all_reached(state, np.int64(TAKEN_AT), count)
@@ -422,7 +422,7 @@ def has_taken(state):  # type: ignore[no-untyped-def]
 
 @linked
 def _step(state):  # type: ignore[no-untyped-def]
-    """Run each phase for one slice if possible; return whether any ran."""
+    """Run each phase for one slice if possible; return whether any phase ran."""
     moved = False
     if may_put_next(state):
         _put(state, state[PUT])
@@ -446,7 +446,7 @@ def _step(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance(state, patient):  # type: ignore[no-untyped-def]
-    """Advance as far as possible. Return 1 once done, else 0, after microseconds if `patient`."""
+    """Advance as far as possible; return 1 once done, otherwise 0 (after microseconds if `patient`)."""
     spins = yields = 0
     while state[TAKEN] < state[SLICES] or not state[AGREED]:
         if _step(state):

@@ -1,4 +1,4 @@
-"""Bit flips for tests, inside compiled functions that compute checksums of the data they move."""
+"""Bit flips for tests of compiled functions that compute checksums of the data they move."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mcr_plus.backends.shm.atomics import copy, load_acquire, store_release
 from mcr_plus.kernels.cpu import compiled
 
 # Words of a fault.
-PLACE: Final = 0  # place of the flip, by the functions' numbers; 0 for none
+PLACE: Final = 0  # place of the flip, as numbered by the functions; 0 for none
 AFTER: Final = 1  # number of passes at that place before the flip
-BYTE: Final = 2  # modulo the number of bytes there
+BYTE: Final = 2  # offset of the byte, modulo the number of bytes
 MASK: Final = 3  # mask of the bit in its byte
 SCRATCH: Final = 4
 FAULT_WORDS: Final = 5
@@ -18,7 +18,7 @@ FAULT_WORDS: Final = 5
 
 @compiled
 def damage(fault, place, address, nbytes):  # type: ignore[no-untyped-def]
-    """Flip the bit that a test requested, if it is due here. `fault`: address of `FAULT_WORDS` int64."""
+    """Flip the bit that a test has requested, if it is due here. `fault`: address of `FAULT_WORDS` int64."""
     if load_acquire(fault) != place or nbytes <= 0:
         return
     if load_acquire(fault + 8 * AFTER):

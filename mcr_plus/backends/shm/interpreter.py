@@ -1,4 +1,4 @@
-"""Programs of algorithm files on a segment: the state of an operation that `interpreter_kernels` runs."""
+"""Run algorithm files on a segment: the state of operations for `interpreter_kernels`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Interpreter:
     """One rank's program of one algorithm on a segment.
 
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
-    `advance` with and without the core before it returns. The first `skip` channels of the segment stay
-    unused.
+    `advance`, spinning and yielding, before it returns. The first `skip` channels of the segment stay unused.
 
     Raises:
         Unsupported: the algorithm needs more channels than the segment has, or its chunks cannot be divided
@@ -60,12 +59,12 @@ class Interpreter:
     ) -> Any:
         """Return the state of an operation, for `begin`, and for `advance` until that returns 1.
 
-        `begin(state, source, target)` takes addresses. For a call `in_place` they are equal, except for
-        allgather, whose source is this rank's block of the target, and for reducescatter, the other way
-        round. `count` elements of `width` bytes are the whole buffer, or for allgather, reducescatter,
-        alltoall, gather and scatter one rank's block of it. A state may be begun again when the operation is
-        done; its memory lives as long as this object. Ranks with different `tag`s wait for each other for
-        ever; `mismatched_peer` returns such a rank.
+        `begin(state, source, target)` takes addresses. For a call `in_place` they are equal, with two
+        exceptions: the source of allgather is this rank's block of the target, and the target of
+        reducescatter is this rank's block of the source. `count` elements of `width` bytes are the whole
+        buffer, or for allgather, reducescatter, alltoall, gather and scatter one rank's block of it. A state
+        may be used again when the operation is done; its memory lives as long as this object. Ranks with
+        different `tag`s wait for each other forever; `mismatched_peer` returns such a rank.
         """
         shape, segment = self._segment.shape, self._segment
         steps = [step for block in self._program.blocks for step in block.steps]
@@ -135,7 +134,7 @@ class Interpreter:
 
     @property
     def _aliased(self) -> tuple[int, int]:
-        """Return, in place, the output's block with the input and the input's with the output; or -1."""
+        """Return the in-place aliases: the output block that is the input, and vice versa; or -1."""
         rank, row = self._segment.rank, ROWS[self.algorithm.collective]
         if row.sends == row.receives:
             return 0, -1
@@ -196,5 +195,5 @@ class Interpreter:
 
 
 def mismatched_peer(state: Any) -> int | None:
-    """Return a rank that sends data of another operation, None if there is none."""
+    """Return a rank that sends data of another operation; None if there is none."""
     return int(state[words.MISMATCHED]) - 1 if state[words.MISMATCHED] else None

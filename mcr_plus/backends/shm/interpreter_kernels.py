@@ -1,13 +1,13 @@
-"""Compiled functions that run an algorithm: a resumable interpreter of its steps over queues.
+"""Compiled, resumable interpreter for the steps of an algorithm, over queues.
 
-Every chunk is cut into tiles that fit a slot of a queue, and all steps run once per tile, as in MSCCL's own
+Every chunk is cut into tiles that fit a queue's slot, and all steps run once per tile, as in MSCCL's own
 runtime. Thread blocks are not threads: `advance` runs the next step of each block in turn, if the step's
 inputs and slots are ready. It returns after a moment without progress, so that Python checks deadlines.
 
-If the number of elements is not divisible by the number of chunks, the remaining elements form one more tile,
-of one element per chunk, padded with arbitrary values in a separate buffer. So all chunks of a tile have one
-size. Steps over scratch chunks, and steps that move a chunk, rely on this: with boundaries at k n / N each
-chunk would have its own size, and a rank could not determine the size of a received chunk.
+If the number of elements is not divisible by the number of chunks, the remaining elements form another tile
+with one element per chunk, padded with arbitrary values in a separate buffer. So all chunks of a tile have
+the same size. Steps over scratch chunks, and steps that move a chunk, rely on this: with boundaries at k n /
+N each chunk would have its own size, and a rank could not determine the size of a received chunk.
 
 An operation begins when the previous one has ended on this rank, and queue counters continue from one
 operation to the next. So the two ends of a queue agree as long as all ranks run the same operations in the
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _types: Any = numba.types  # partly annotated, which type checkers report
 
-# Numbers of the operations are defined here: compiled functions stay in the disk cache as long as this file
-# stays the same.
+# Numbers of the operations are defined here, because compiled functions stay in the disk cache as long as
+# this file does not change.
 _S: Final = 0
 _R: Final = 1
 _RCS: Final = 2
@@ -71,7 +71,7 @@ OUTPUTS: Final = 16
 STAGE: Final = 17  # address to which the input is copied first: 0 none, 1 its place in the output
 OWN_INPUT: Final = 18  # elements from the start of the output to the input of an in-place call
 OWN_OUTPUT: Final = 19  # elements from the start of the input to the output
-DELIVERS: Final = 20  # whether this rank has a result
+DELIVERS: Final = 20  # flag: this rank has a result
 FINISHED: Final = 21
 SPACE: Final = 22  # addresses of input, output and scratch
 REST_SPACE: Final = 25  # the same for the remaining elements: 3 words; two may be one buffer
@@ -86,19 +86,19 @@ HEAD: Final = 36
 # Words of a thread block.
 FIRST: Final = 0  # word of its first step
 STEPS: Final = 1
-FILLED: Final = 2  # addresses of the counters, with tags behind them, and slots of the queue it sends to
+FILLED: Final = 2  # addresses of counters (followed by tags) and slots of the queue to which the block sends
 EMPTIED: Final = 3
 TO: Final = 4
-PEER_FILLED: Final = 5  # the same for the queue it receives from
+PEER_FILLED: Final = 5  # the same for the queue from which it receives
 PEER_EMPTIED: Final = 6
 FROM: Final = 7
-SENT: Final = 8  # slots filled by this rank, and known to be emptied
+SENT: Final = 8  # slots filled by this rank; slots known to be emptied
 FREED: Final = 9
-TAKEN: Final = 10  # slots emptied by this rank, and known to be filled
+TAKEN: Final = 10  # slots emptied by this rank; slots known to be filled
 ARRIVED: Final = 11
 AT_TILE: Final = 12  # position of the block
 AT_STEP: Final = 13
-RECEIVES: Final = 14  # the rank it receives from
+RECEIVES: Final = 14  # the rank from which it receives
 BLOCK: Final = 15
 
 # Words of a step.
@@ -110,7 +110,7 @@ TARGET_AT: Final = 4
 CHUNKS: Final = 5
 AFTER_BLOCK: Final = 6
 AFTER_STEP: Final = 7
-TAKES: Final = 8  # whether the step receives, and whether it sends
+TAKES: Final = 8  # flags: the step receives, the step sends
 PUTS: Final = 9
 STEP: Final = 10
 
@@ -129,7 +129,7 @@ def _place(state, space, chunk, tile):  # type: ignore[no-untyped-def]
 
 @linked
 def _piece(state, operation, source, target, arrived, leaving, elements):  # type: ignore[no-untyped-def]
-    """Run a step on one chunk's part of a tile; unused addresses have any value."""
+    """Run a step on one chunk's part of a tile; unused addresses may have any value."""
     nbytes, combine = elements * state[WIDTH], state[COMBINE]
     if operation == _S:
         copy(leaving, source, nbytes)
@@ -242,7 +242,7 @@ def _move_rest(state, space, blocks, fills):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance(state, patient):  # type: ignore[no-untyped-def]
-    """Advance as far as possible. Return 1 once done, else 0, after microseconds if `patient`."""
+    """Advance as far as possible; return 1 once done, otherwise 0 (after microseconds if `patient`)."""
     spins = yields = 0
     while not state[FINISHED]:
         moved, ended = False, True

@@ -1,8 +1,8 @@
-"""Sends and receives between the ranks of a segment, through one queue per pair of ranks and direction.
+"""Sends and receives between the ranks of a segment, through one queue per ordered pair of ranks.
 
 The message at the head of a queue goes to the first posted receive that matches it. If no receive matches,
-but receives wait for messages behind it, the message is unexpected and is copied to memory of the receiver.
-If no receive waits for its sender, the message stays in the queue and blocks the sender.
+but receives wait for later messages, the message is unexpected and is copied to memory of the receiver. If no
+receive waits for its sender, the message stays in the queue and blocks the sender.
 
 `p2p_kernels` moves the data.
 """
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _CHANNEL: Final = 0  # channel of the queues; algorithms use the others
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
-_AT_ONCE: Final = 16  # returns of `advance` to Python in one poll, so that deadlines are checked
+_AT_ONCE: Final = 16  # maximum number of returns of `advance` in one poll, so that deadlines are checked
 
 
 def _done() -> bool:
@@ -63,7 +63,7 @@ def _done() -> bool:
 
 
 class _QueueSend:
-    """The poll of a send that did not complete at once."""
+    """Poll of a send that did not complete at once."""
 
     done = False
     error: Exception | None = None  # sends do not fail
@@ -78,7 +78,7 @@ class _QueueSend:
 
 
 class _QueueReceive(ReceivePoll):
-    """The poll of a receive; `source` is set once its message has arrived."""
+    """Poll of a receive; `source` is set once the message has arrived."""
 
     done = False
     error: Exception | None = None
@@ -98,7 +98,7 @@ class _QueueReceive(ReceivePoll):
         self.corrupted = corrupted
 
     def end(self, source: int, damaged: int) -> None:
-        """Mark the message as received; `damaged`: its first damaged block or -1."""
+        """Mark the message as received; `damaged`: index of the first damaged block, or -1."""
         self.source = source
         if damaged < 0 or self.corrupted is None:
             self.done = True
@@ -111,9 +111,9 @@ class _QueueReceive(ReceivePoll):
 
 
 class _Unexpected:
-    """An unexpected message in memory of this process, and a receive posted for it while it arrives.
+    """An unexpected message in memory of this process, and the receive posted for it while it arrives.
 
-    `kept`: checksums of the message; None if it carries none.
+    `kept`: checksums of the message; None without checksums.
     """
 
     __slots__ = ("code", "complete", "data", "kept", "number", "receive", "source", "tag")
@@ -127,15 +127,14 @@ class _Unexpected:
 
 
 class PointToPoint:
-    """The sends and receives of one rank, among two or more, on a segment; one object per segment. Not
-    thread-safe.
+    """Sends and receives of one rank, of two or more, on a segment; one object per segment.
 
-    A message goes to the receive posted first among those with a matching source and tag, as in MPI; a
-    message of another dtype or size is discarded and fails that receive. Messages from one rank to another
+    Not thread-safe. As in MPI, a message goes to the first posted receive with a matching source and tag; a
+    message of another dtype or size is discarded, and the receive fails. Messages from one rank to another
     with the same tag stay in order. A message of a rank to itself is copied at once.
 
-    `glances`: checks of a poll without progress before it returns; `spins` and `yields`: further checks after
-    progress, before and after yielding the core.
+    `glances`: number of checks in a poll without progress. `spins` and `yields`: further checks after
+    progress, before and after the core is yielded.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class PointToPoint:
         self._sends: list[deque[_QueueSend]] = [deque() for _ in range(shape.ranks)]  # the first has begun
         self._due: list[_QueueReceive | None] = [
             None
-        ] * shape.ranks  # by source: accepted if its message is next
+        ] * shape.ranks  # by source: accepted if the message is next
         self._waiting: dict[
             tuple[int | None, int], deque[_QueueReceive]
         ] = {}  # all other waiting receives, by source and tag
@@ -177,7 +176,7 @@ class PointToPoint:
         self._state[row + DUE_CODE] = -1
 
     def check(self) -> bool:
-        """Let messages carry checksums, on all ranks before any is sent; False if slots are too small."""
+        """Let messages carry checksums; called on all ranks before any message. False if slots are small."""
         if self._segment.shape.slot < HEADER + CHAIN_BYTES:
             return False
         if self._chains is None:
@@ -195,9 +194,9 @@ class PointToPoint:
     def bind_send(self, signature: Signature, mark: int = 0) -> Start:
         """Return the start of sends of a signature.
 
-        A send is done when all bytes are in the queue: at once for a small message and a free slot. If the
-        signature has no size, the message's size counts. `mark`: `CHECKED` for messages that carry checksums,
-        see `check`.
+        A send is done when all bytes are in the queue, i.e. at once for a small message if a slot is free. If
+        the signature has no size, the size of the message applies. `mark`: `CHECKED` for messages that carry
+        checksums, see `check`.
         """
         if signature.nbytes is None:
             return lambda message: self.bind_send(_sized(signature, message.inputs[0]), mark)(message)
@@ -238,7 +237,7 @@ class PointToPoint:
         def start(message: Message) -> Poll:
             peer, tag, target = message.peer, message.match_tag, message.outputs[0]
             receive = _QueueReceive(self, signature, peer, tag, target, corrupted)
-            # Unexpected messages are older than those in the queue, so they match first.
+            # Unexpected messages are older than messages in the queue, so they match first.
             early = self._take_unexpected(peer, tag) if self._unexpected else None
             if early is not None:
                 self._in_flight += 1
@@ -247,7 +246,8 @@ class PointToPoint:
                 else:
                     early.receive = receive
                 return receive
-            # Matching needs Python if other receives may take the message. Otherwise the kernel accepts it.
+            # Matching needs Python if other receives may take the message. Otherwise the kernel accepts the
+            # message.
             if peer is None or peer == me or self._is_wanted(peer):
                 self._wait(receive)
                 return receive
@@ -304,7 +304,7 @@ class PointToPoint:
     # -- moving -----------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Progress pending messages; costs nothing without any. Polls raise their errors."""
+        """Progress pending messages; free without any. Errors are raised by polls."""
         if self._in_flight:
             for _ in range(_AT_ONCE):
                 index = advance(self._state, 0)
@@ -340,7 +340,7 @@ class PointToPoint:
             self._taken(peer)
 
     def _sent(self, peer: int) -> None:
-        """Complete a send, and begin the next ones."""
+        """Complete a send, and begin the next sends."""
         queue = self._sends[peer]
         while True:
             queue.popleft().done = True
@@ -353,7 +353,7 @@ class PointToPoint:
         row, words = _row(source, True), self._words
         tag, code, nbytes, mark = words[row + TAG : row + MARK + 1]
         due = self._due[source]
-        if due is not None:  # it was posted before all other receives that wait for this source
+        if due is not None:  # posted before all other receives that wait for this source
             self._due[source] = None
             self._waiting.setdefault((source, due.tag), deque()).appendleft(due)
         receive, kept = self._match(source, tag), 0
@@ -396,7 +396,7 @@ class PointToPoint:
     # -- matching ---------------------------------------------------------------------------------
 
     def _match(self, source: int, tag: int) -> _QueueReceive | None:
-        """Remove and return the first posted receive that matches, None if there is none."""
+        """Remove and return the first posted receive that matches; None if there is none."""
         found = None
         keys: tuple[tuple[int | None, int], ...] = ((source, tag), (None, tag))
         for key in keys:
@@ -422,7 +422,7 @@ class PointToPoint:
         return early
 
     def _take_unexpected(self, peer: int | None, tag: int) -> _Unexpected | None:
-        """Remove and return the first unexpected message that matches a receive, None if there is none."""
+        """Remove and return the first unexpected message that matches a receive; None if there is none."""
         sources = range(self._group.size) if peer is None else (peer,)
         queues = [self._unexpected[source, tag] for source in sources if (source, tag) in self._unexpected]
         if not queues:

@@ -1,9 +1,9 @@
-"""Functions that move a message's data through a slot of its queue and compute checksums.
+"""Move a message's data through a slot of a queue, and compute checksums.
 
-Each block of 64 KiB has a checksum. The sender computes it from the data copied into a slot, the receiver
-from the target after the copy, in parts that the nearest cache holds; for a large message, from the data
-written to the target past the caches. A block may begin in one slot and end in another: its checksum is in
-the header of the slot in which it ends.
+Each block of 64 KiB has a checksum. The sender computes the checksum from the data copied into a slot, the
+receiver from the target after the copy, in parts that fit the nearest cache; for a large message, from the
+data written to the target past the caches. A block may begin in one slot and end in another; the slot in
+which it ends has the checksum in its header.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IN_SLOT: Final = 1  # places of faults: data just copied into a slot, or to the 
 IN_TARGET: Final = 2
 STREAMED_FROM: Final = 8 << 20
 """Bytes from which a message is written past the caches, as results of collectives are."""
-_PART: Final = 16 << 10  # bytes that are read and copied in one go
+_PART: Final = 16 << 10  # bytes that are read and copied at once
 
 
 @compiled
@@ -57,7 +57,7 @@ def _word(row, word):  # type: ignore[no-untyped-def]
 
 @compiled
 def _ends_of(row, at, left):  # type: ignore[no-untyped-def]
-    """Return the bytes, of `left` from `at` on, before the block's end, and whether the block ends there."""
+    """Return how many of `left` bytes from `at` on are in the block, and whether the block ends there."""
     size = min(BLOCK - at % BLOCK, left)
     return size, (at + size) % BLOCK == 0 or at + size == _word(row, BYTES)
 
@@ -122,7 +122,7 @@ def _carry_in(row, place, at, nbytes):  # type: ignore[no-untyped-def]
 
 
 class Carriers(NamedTuple):
-    """Addresses of the functions that move data: out to a slot, in from one."""
+    """Addresses of the functions that move data: out to a slot, in from a slot."""
 
     out: int
     into: int

@@ -1,14 +1,15 @@
 """Compiled functions that move messages through queues between the ranks of a segment.
 
-A message fills a number of slots: a header and the first of its data, then the rest in whole slots. The
-sender fills slots and the receiver empties them at the same time, so that a large message streams.
+A message fills a number of slots. The first has a header and the beginning of the data; the rest follows in
+whole slots. The sender fills slots and the receiver empties them at the same time, so that a large message
+streams.
 
 All functions work on one array, the state of a rank. `advance` moves slots of all queues in turns, returns to
 Python for decisions (an unexpected message has arrived, a message is complete), and otherwise after a moment
 without progress, so that it never blocks on a dead peer.
 
-A message may carry checksums of its data. Then every slot has a header with the checksums of the blocks that
-end in it, and the functions of `p2p_checks`, called by address, move the data.
+A message may carry checksums of its data. Then every slot has a header with the checksums of blocks that end
+in the slot, and the functions of `p2p_checks` move the data; they are called by address.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MODE: Final = 0
 FILLED: Final = 1  # addresses of the queue's counters and slots
 EMPTIED: Final = 2
 SLOTS: Final = 3
-OWN: Final = 4  # slots filled or emptied by this rank, and known to be emptied or filled by the peer
+OWN: Final = 4  # slots filled or emptied by this rank; slots known to be emptied or filled by the peer
 SEEN: Final = 5
 TAG: Final = 6  # tag of the current message
 CODE: Final = 7
@@ -65,7 +66,7 @@ DUE_CODE: Final = 13  # -1: none
 DUE_BYTES: Final = 14
 DUE_ADDRESS: Final = 15
 CHAINS: Final = 16  # address of the checksum chains of the current block
-KEPT: Final = 17  # address for arriving checksums; 0: they are compared
+KEPT: Final = 17  # address for arriving checksums; 0 to compare them
 DAMAGED: Final = 18  # the first block whose checksum differs, or -1
 FAULT: Final = 19  # see `faults`
 ROW: Final = FAULT + FAULT_WORDS
@@ -82,7 +83,7 @@ _NOTHING: Final = -1
 
 @linked
 def _places(state, row):  # type: ignore[no-untyped-def]
-    """Return the bytes before the data of a message's next slot, and the most bytes of data in it."""
+    """Return the bytes before the data in a message's next slot, and the slot's capacity for data."""
     if state[row + MARK]:
         return np.int64(HEADER), (state[SLOT] - HEADER) // CHAIN_BYTES * CHAIN_BYTES
     skip = np.int64(HEADER) if state[row + AT] < 0 else np.int64(0)
@@ -91,7 +92,7 @@ def _places(state, row):  # type: ignore[no-untyped-def]
 
 @linked
 def _push(state, row):  # type: ignore[no-untyped-def]
-    """Fill a slot if one is free; return whether one was."""
+    """Fill a slot if one is free; return whether a slot was filled."""
     depth, slot, own, at = state[DEPTH], state[SLOT], state[row + OWN], state[row + AT]
     if own - state[row + SEEN] >= depth:
         state[row + SEEN] = load_acquire(state[row + EMPTIED])
@@ -127,7 +128,7 @@ def _filled(state, row):  # type: ignore[no-untyped-def]
 
 @linked
 def _pull(state, row):  # type: ignore[no-untyped-def]
-    """Empty a slot if one is filled; return whether one was."""
+    """Empty a slot if one is filled; return whether a slot was emptied."""
     if not _filled(state, row):
         return False
     own, at = state[row + OWN], max(np.int64(0), state[row + AT])
@@ -180,7 +181,7 @@ def _look(state, row):  # type: ignore[no-untyped-def]
 
 @linked
 def _turn(state):  # type: ignore[no-untyped-def]
-    """Move a slot of each queue; return a row for Python, -1 after progress, -2 without."""
+    """Move a slot of each queue; return a row for Python, -1 after progress, -2 without progress."""
     rows, index = state[ROWS], state[NEXT]
     result = -2
     for _ in range(rows):

@@ -1,4 +1,4 @@
-"""The work queue of a segment: runs operations in the order in which they were started."""
+"""Work queue of a segment: runs operations in the order in which they were started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def done_at_once() -> bool:
 
 
 class _QueuedOperation:
-    """The poll of an operation that did not complete at once."""
+    """Poll of an operation that did not complete at once."""
 
     __slots__ = ("advance", "arguments", "begin", "begun", "done", "keep", "queue")
 
@@ -37,7 +37,7 @@ class _QueuedOperation:
     ) -> None:
         self.queue, self.begin, self.advance, self.arguments = queue, begin, advance, arguments
         self.begun = self.done = False
-        # Keeps the memory alive until the operation is done, even if its wait has been interrupted.
+        # Keep the memory alive until the operation is done, even if the wait was interrupted.
         self.keep = keep
 
     def __call__(self) -> bool:
@@ -56,8 +56,8 @@ class _QueuedOperation:
 class WorkQueue:
     """Runs operations described by `DirectCollectives.bind` and `Interpreter.bind`.
 
-    Any poll advances the operations. The queue's thread advances operations that should run while the program
-    computes: the compiled code needs no GIL. Only one thread advances at a time.
+    Any poll advances the operations. The queue's thread advances operations that should overlap with the
+    program's computation, since the compiled code needs no GIL. Only one thread advances at a time.
 
     A poll never blocks on a missing peer: it returns False, and the engine detects that the peer is dead.
     """
@@ -67,14 +67,14 @@ class WorkQueue:
         self._running: deque[_QueuedOperation] = deque()
         self._on_idle = on_idle
         self._closing = False
-        # Held by the advancing thread. An RLock, so that an interrupted thread can tell whether it holds the
-        # lock.
+        # Held by the advancing thread. An RLock, so that an interrupted thread can find out whether it holds
+        # the lock.
         self._lock: Any = RLock()
         self._worker: Thread | None = None
         self._wanted = Semaphore(0)
 
     def bind(self, begin: Begin, advance: Advance, state: Any, *, in_thread: bool = False) -> Run:
-        """Return a function that starts an operation; it begins if the queue is empty, and never blocks.
+        """Return a function that starts an operation without blocking; it begins if the queue is empty.
 
         `in_thread`: the queue's thread runs the operation. Only one thread at a time may start operations.
         """
@@ -95,7 +95,7 @@ class WorkQueue:
                     if begin(state, source, target):
                         return done_at_once
                     return begun(source, target, keep)
-            except BaseException:  # an interrupt: peers depend on an operation that may have begun
+            except BaseException:  # interrupted, but peers depend on an operation that may have begun
                 if tried and not running:
                     begun(source, target, keep)
                 raise
@@ -125,7 +125,7 @@ class WorkQueue:
             self._advance(0)
 
     def stop(self) -> None:
-        """End the thread and drop pending operations: nothing touches their memory from now on."""
+        """End the thread and drop pending operations; their memory is not accessed any more."""
         self.close()
         with self._lock:
             self._running.clear()

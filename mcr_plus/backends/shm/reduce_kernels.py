@@ -1,17 +1,17 @@
 """Kernels of reductions: `target[i] = left[i] op right[i]`, compiled for each dtype and operation.
 
-A kernel is a C function `void(int64 target, int64 left, int64 right, int64 count)`, called by address, so the
-functions that move data are compiled once and not for every dtype. `target` may be `left` or `right`, or
+A kernel is a C function `void(int64 target, int64 left, int64 right, int64 count)`, called by address, so
+that functions that move data are compiled only once for all dtypes. `target` may be `left` or `right`, or
 overlap neither. Blocks of 64 bytes are written as vector instructions, because a compiler that must rule out
 overlaps does not vectorise equal buffers.
 
-float16 and bfloat16 are widened to float32, combined, and rounded to nearest even, in every addition.
-Integers wrap around, and their means are rounded towards zero. MIN and MAX are `minimum` and `maximum` of
-IEEE 754-2019: NaN if either side is NaN, and -0 is less than +0. MPI gets these kernels through
-`mpi_function`; gloo compares `Keys`, integers in the order of the values.
+For float16 and bfloat16, every addition is computed in float32 and rounded to nearest even. Integers wrap
+around, and means of integers are rounded towards zero. MIN and MAX are `minimum` and `maximum` of IEEE
+754-2019: NaN if either side is NaN, and -0 is less than +0. MPI gets these kernels through `mpi_function`;
+gloo compares `Keys`, integers in the order of the values.
 
-PRODUCT of complex numbers multiplies by the definition, as torch does: infinities are not recovered where
-both parts are NaN, as they are in C.
+PRODUCT of complex numbers multiplies by the definition, as torch does. Unlike in C, infinities are not
+recovered if both parts are NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BLOCK: Final = 64
 
 
 class _Format(NamedTuple):
-    """The stored type and the computed type of a dtype's values."""
+    """Stored type and computed type of a dtype's values."""
 
     stored: Any
     computed: Any
@@ -85,8 +85,8 @@ def _extreme(builder: Any, kind: str, sign: str, a: Any, b: Any) -> Any:
     if kind != "f":
         compare = {"i": builder.icmp_signed, "u": builder.icmp_unsigned}[kind]
         return builder.select(compare(sign, a, b), a, b)
-    # Not `llvm.maximum`, for which LLVM had no x86 instructions before version 17. `second` wins where
-    # neither value is greater: of two zeros it is the right one, and it is NaN unless only `first` is NaN.
+    # Not `llvm.maximum`, for which LLVM had no x86 instructions before version 17. If neither value is
+    # greater, `second` wins: of two zeros it is the right one, and it is NaN unless only `first` is NaN.
     lanes = a.type.count if isinstance(a.type, ir.VectorType) else 1
     integer = _I64 if a.type in (_DOUBLE, _spread(_DOUBLE, lanes)) else _I32
     bits = builder.bitcast(a, _spread(integer, lanes))
@@ -179,7 +179,7 @@ def _divide(typing_context, dtype, lanes, target, divisor):  # type: ignore[no-u
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         pointer = builder.inttoptr(args[2], stored.as_pointer())
         value = builder.load(pointer, align=size)
-        if form.kind != "f":  # in 64 bits, which hold any number of ranks
+        if form.kind != "f":  # in 64 bits, enough for any number of ranks
             wide = _spread(_I64, count)
             extend, divide = {"i": (builder.sext, builder.sdiv), "u": (builder.zext, builder.udiv)}[form.kind]
             quotient = divide(extend(value, wide), _splat(builder, args[3], count))
@@ -301,9 +301,9 @@ def _kernel(dtype: torch.dtype, op: str) -> Any:
 
 @cache
 def mpi_function(dtype: torch.dtype, op: ReduceOp) -> Any:
-    """Return an MPI_User_function (MPI 4.1, section 6.9.5): `inout = in op inout`, for an op other than AVG.
+    """Return an MPI_User_function (MPI 4.1, section 6.9.5): `inout = in op inout`, for any op but AVG.
 
-    Its arguments are `void* in, void* inout, int* count, void* datatype`; MPI gets its `address`.
+    The arguments are `void* in, void* inout, int* count, void* datatype`; MPI gets its `address`.
     """
     if dtype.is_complex:
         code, size = _DTYPES.index(dtype.to_real()), dtype.itemsize
@@ -350,8 +350,8 @@ def _conversion(dtype: torch.dtype, kind: str) -> Any:
 class Keys(NamedTuple):
     """Addresses of the functions that convert values to keys for MIN or MAX, and back.
 
-    Keys of float64 are int64, all others int32: float64 and float32 values can be replaced in place by their
-    keys. The largest key of MAX, and the smallest of MIN, is NaN.
+    Keys of float64 are int64, all others int32, so keys can replace float64 and float32 values in place. The
+    largest key of MAX, and the smallest of MIN, is NaN.
     """
 
     of_values: int
@@ -405,7 +405,7 @@ class ReduceKernels(NamedTuple):
     Attributes:
         combine: `target = left op right`.
         divide: `target /= right`, where `right` is the number of ranks; 0 for all operations but AVG.
-        parts: kernel values per element; 2 where complex numbers are treated as pairs.
+        parts: kernel values per element; 2 if complex numbers are treated as pairs.
     """
 
     combine: int = 0

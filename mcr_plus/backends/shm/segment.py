@@ -1,14 +1,13 @@
 """Shared memory of the ranks of a group on one host, and its layout.
 
-One rank creates a file in /dev/shm, all ranks map it, and it is then unlinked: from that point on no crash
-leaves a file behind. The next job removes the file of a job that was killed before that point. The file's
-blocks are reserved at its creation, so that a full /dev/shm is an error then, and not a SIGBUS in the middle
-of an operation.
+One rank creates a file in /dev/shm, all ranks map it, and then it is unlinked, so that later crashes leave no
+file behind. The next job removes the file of a job that was killed earlier. The file's blocks are reserved at
+creation, so that a full /dev/shm is an error at once, not a SIGBUS in the middle of an operation.
 
-    lines        one per rank: the counters of `collectives`
-    queues       one line per end and queue: number of filled slots, with their tags; number of emptied ones
-    areas        of `collectives`: a ring of slots per rank
-    slots        of the queues, for every (source, target, channel)
+    lines        one per rank: counters of `collectives`
+    queues       one line per end and queue: number of filled slots, with tags; number of emptied slots
+    areas        a ring of slots per rank, for `collectives`
+    slots        slots of the queues, for every (source, target, channel)
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Shape:
 
 
 class Segment:
-    """The mapped memory. `base` is its address in this process.
+    """Mapped memory. `base` is the address in this process.
 
     `bells`: `Wakeups.table` of the job, 0 without bells.
     """
@@ -125,7 +124,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
     Raises:
         BackendUnavailable: a rank has failed; raised on all ranks, with the failure of that rank.
         LaunchError: ranks have not joined within `timeout` seconds, or the store does not answer.
-        PeerLost: a rank has been lost, if `store` ends its waits then (`WatchedStore`).
+        PeerLost: a rank has been lost, and `store` ends its waits in this case (`WatchedStore`).
     """
     opening = _Opening(store, group, shape.nbytes, timeout)
     try:
@@ -147,7 +146,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
 
 
 class _Opening:
-    """Opens the same memory on all ranks: the first rank creates and publishes it, and all confirm."""
+    """Opens the same memory on all ranks: the first rank creates and publishes it, and all ranks confirm."""
 
     def __init__(self, store: Store, group: Group, nbytes: int, timeout: float) -> None:
         self._memory: mmap.mmap | None = None
@@ -168,7 +167,7 @@ class _Opening:
             else:
                 self._wait({0: self._file})
                 self._map_theirs(self._store.get(self._file).decode())
-        # Not only OSError: the size may be impossible for a file or address.
+        # Not only OSError: a file or address space may not support the size.
         except (OSError, OverflowError, ValueError) as error:
             reason, place = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
             problem = f"{self._group.named(rank)}: {reason} ({place or _FOLDER})"
@@ -189,7 +188,7 @@ class _Opening:
         self._memory = _map(self._path, self._nbytes)
 
     def meet(self) -> str:
-        """Wait for all ranks; return the failure of one of them, or ''."""
+        """Wait for all ranks; return the failure of a rank, or ''."""
         self._wait(self._seen)
         if self._store.check([self._problem]):
             return self._store.get(self._problem).decode()
@@ -219,7 +218,7 @@ class _Opening:
         """Unlink the file, and unmap memory that the caller has not taken."""
         if self._memory is not None:
             self._memory.close()
-        if self._path is not None:  # the first rank that gets here unlinks it: the creator may have died
+        if self._path is not None:  # unlinked by the first rank here, since the creator may have died
             self._path.unlink(missing_ok=True)
         else:  # the creator died before it could publish the path
             with contextlib.suppress(OSError):
@@ -278,14 +277,14 @@ def _files() -> Iterator[tuple[Path, int, int]]:
 def _start_of(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot; 0 if it does not exist."""
     try:
-        # The name, in parentheses, may contain spaces; the 22nd field is the 20th after it.
+        # The process name, in parentheses, may contain spaces; the 22nd field is the 20th after the name.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, IndexError):
         return 0
 
 
 def _namespace() -> int:
-    """Return the PID namespace: containers with different pids may share /dev/shm."""
+    """Return the PID namespace, because containers with different pids may share /dev/shm."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

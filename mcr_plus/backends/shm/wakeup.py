@@ -1,4 +1,4 @@
-"""Wake-up of sleeping peers from compiled code; uses the protocol of `mcr_plus.waiting.futex`."""
+"""Wake sleeping peers from compiled code, by the protocol of `mcr_plus.waiting.futex`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcr_plus.backends.shm.atomics import (
 from mcr_plus.kernels.cpu import compiled
 from mcr_plus.waiting.futex_memory import BYTES, LINE
 
-_AWAY_NS: Final = 1_000_000  # a peer returns the core sooner than this; other work uses its time slice
+_AWAY_NS: Final = 1_000_000  # a peer returns the core sooner; other work keeps it for a time slice
 
 
 @compiled
@@ -32,13 +32,13 @@ def _answer(bells):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_yield(bells):  # type: ignore[no-untyped-def]
-    """Return whether, as far as known, a yield gives the core to a peer."""
+    """Return whether a yield probably gives the core to a peer."""
     return bells == 0 or load_acquire(bells + 24) != 0
 
 
 @compiled
 def give_way(bells):  # type: ignore[no-untyped-def]
-    """Yield. After a long loss of the core, `may_yield` is false until `WaitStrategy` has looked."""
+    """Yield. After a long loss of the core, `may_yield` is False until `WaitStrategy` checks the load."""
     before = clock()
     sched_yield()
     if bells and clock() - before > _AWAY_NS:

@@ -1,1 +1,1 @@
-"""Failover: the next library replaces a library that fails in a group, on all ranks."""
+"""Failover: if a library fails in a group, the next library replaces it on all ranks."""

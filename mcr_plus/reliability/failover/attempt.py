@@ -1,4 +1,4 @@
-"""Poll of an operation that may run a second time, with the state kept of its tensors."""
+"""Poll of an operation that may run a second time; keeps the state of the tensors."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Copies = tuple[Copy, ...]
 
 
 class FailoverPoll(PollOfEither):
-    """The poll of an operation of a library with failover.
+    """Poll of an operation of a library with failover.
 
     Attributes:
         number: number of the operation among its library's operations in its group.
         library: name of the library that runs it.
         poll: poll of the library; None while the operation waits for the second library.
-        second: message for the second library, once the operation's turn has come.
-        gate: gate of the second library, which the operation has to pass.
+        second: message for the second library, set when it is the operation's turn.
+        gate: gate of the second library, which the operation must pass.
         error: the reason for its final failure.
-        is_done: the operation is complete here, and the program has its result.
-        kept_bytes: bytes of the tensors that a complete operation keeps alive, and of its copies.
+        is_done: True if the operation is complete here, and the program has the result.
+        kept_bytes: bytes of the tensors that a complete operation keeps alive, and of copies.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class FailoverPoll(PollOfEither):
         return True
 
     def _poll_on(self) -> bool:
-        """Continue with a failure, or poll the second library."""
+        """Process a failure, or poll the second library."""
         if self.poll is None:
             self._channel.advance()
             if self.error is not None:
@@ -95,19 +95,19 @@ class FailoverPoll(PollOfEither):
         return True
 
     def keep_inputs(self, copied: Callable[[torch.Tensor], Copy]) -> None:
-        """Copy the inputs if they will be overwritten; called before the library gets them."""
+        """Copy inputs that will be overwritten; called before the library gets the inputs."""
         message = self.message
         if message.codec is not None or _is_in_place(message):
             self._copies = tuple(map(copied, message.inputs))
 
     @property
     def held(self) -> tuple[object, ...]:
-        """The objects that the library works on."""
+        """Objects that the library uses."""
         return self.message, self.tensors, self.poll
 
     @property
     def tensors(self) -> Tensors:
-        """The operation's inputs and outputs."""
+        """Inputs and outputs of the operation."""
         return (*self._inputs, *self._outputs)
 
     def complete(self) -> None:
@@ -123,12 +123,12 @@ class FailoverPoll(PollOfEither):
         self.kept_bytes = kept
 
     def note_state(self, writes: dict[int, int]) -> None:
-        """Note the state of the tensors at completion; copied inputs do not matter."""
+        """Store the state of the tensors at completion, except for copied inputs."""
         self._watched = self.tensors if self._copies is None else self._outputs
         self._states = [TensorState.of(each, writes) for each in self._watched]
 
     def weaken(self) -> None:
-        """Hold the tensors weakly from now on: the program keeps most of them alive anyway."""
+        """Hold the tensors by weak references from now on; the program keeps most of them alive anyway."""
         if self._weak:
             return
         weak = {id(each): WeakTensor(each) for each in self.tensors}
@@ -137,7 +137,7 @@ class FailoverPoll(PollOfEither):
         self._inputs = self._outputs = self._watched = ()
 
     def _strengthen(self) -> None:
-        """Undo `weaken`, except for tensors whose memory is gone: those count as changed."""
+        """Undo `weaken`; tensors whose memory has been freed count as changed."""
         if not self._weak:
             return
         found = {id(each): each.found() for part in self._weak for each in part}
@@ -169,7 +169,7 @@ class FailoverPoll(PollOfEither):
         return copies
 
     def record(self, writes: dict[int, int]) -> RankOperation:
-        """Return this rank's record of the operation; copy its result now, because the program continues."""
+        """Return this rank's record of the operation, and copy the result, because the program continues."""
         digest = self.binding.digest
         if not self.is_done:
             return RankOperation(digest, is_done=False, has_input=True, has_result=False)
@@ -192,7 +192,7 @@ class FailoverPoll(PollOfEither):
     def again(self, signature: Signature) -> Message:
         """Return the message to run on the second library, named by `signature`.
 
-        If the operation is complete here, its result goes to other memory.
+        If the operation is complete here, the new result is written to other memory.
         """
         inputs, outputs = self._inputs, self._outputs
         kept = self._copies or ()
@@ -226,9 +226,9 @@ class FailoverPoll(PollOfEither):
 
 
 def _is_in_place(message: Message) -> bool:
-    """Return whether the input is also the program's result, or shares memory with it."""
+    """Return whether the input is the program's result, or shares memory with the result."""
     kind = message.signature.kind
-    # An all_reduce of gradients may write its result elsewhere.
+    # An all_reduce of gradients may write to other memory.
     if kind in IN_PLACE and (kind != "all_reduce" or message.inputs[0] is message.outputs[0]):
         return True
     used = [each.untyped_storage().data_ptr() for each in message.outputs]

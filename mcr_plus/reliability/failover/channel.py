@@ -1,8 +1,8 @@
-"""Channel of a library with a second library, which takes over when the first fails.
+"""Channel of a library, with a second library that takes over when the first fails.
 
     works ── an operation fails, on any rank ──► stopping ──► settling ── records of all ranks ──► moved
       ▲                                                                                              │
-      └──────────── the library is opened anew in the background, and all ranks agree ◄──────────────┘
+      └─────────── the library is reopened in the background, and all ranks agree ◄──────────────────┘
 
 A rank whose library fails reports it on the group's board and in its store. All ranks then stop calling the
 library, wait until it no longer writes to any tensor, and record which operations are complete
@@ -49,7 +49,7 @@ _log = logging.getLogger("mcr_plus")
 
 
 class Binding:
-    """A signature bound to the library's channel, which may have been reopened since."""
+    """A signature bound to the library's channel; the channel may have been reopened since."""
 
     __slots__ = ("digest", "generation", "signature", "start")
 
@@ -63,7 +63,7 @@ class FailoverChannel(ChannelWrapper):
 
     Attributes:
         slot: the engine's slot for this channel.
-        library: name of the library that runs operations now. moved: it is the second one.
+        library: name of the library that now runs operations. moved: True if it is the second one.
         lock: the engine's lock.
         why: the reason for the last failure.
     """
@@ -94,8 +94,8 @@ class FailoverChannel(ChannelWrapper):
         self.why = ""
         self._stage: Literal["works", "stopping", "settling"] = "works"
         self._refused: BackendError | None = None
-        self._starts_at_once = True  # the library runs operations, and no earlier one waits to start
-        self._broken = False  # the library cannot come back
+        self._starts_at_once = True  # the library runs operations, and no earlier operation waits to start
+        self._broken = False  # the library cannot be reopened
         self._round = 0  # number of settled failures
         self._generation = 0  # generation of the library's channel
         self._count = 0  # number of operations so far
@@ -103,7 +103,7 @@ class FailoverChannel(ChannelWrapper):
         self._kept = KeptOperations()
         self._queue: deque[FailoverPoll] = deque()  # operations that wait for the second library
         self._sources: dict[int, int] = {}
-        self._voted = -1  # number of the operation before which the last vote was taken
+        self._voted = -1  # number of the operation that followed the last vote
         self._comeback = Reinstatement(reopen)
         self._moves = 0
         self._next_look = self._next_doubt = self._next_ask = 0.0
@@ -116,7 +116,7 @@ class FailoverChannel(ChannelWrapper):
         return self.library if self.moved else None
 
     def bind(self, signature: Signature) -> Start:
-        """See `Channel`. Sends and receives stay on the first library, and fail with it."""
+        """See `Channel`. Sends and receives always use the first library, and fail with it."""
         binding = Binding(signature, self._own.bind(signature), self._generation)
         if signature.is_p2p:
 
@@ -129,8 +129,8 @@ class FailoverChannel(ChannelWrapper):
             return message_begins
 
         def begin(message: Message) -> Poll:
-            # A synchronous operation comes here without the lock. Only this thread records its state, so
-            # other threads can at most stop the library now, and `_begin` notices that.
+            # A synchronous operation arrives here without the lock. Only this thread records the operation's
+            # state, so other threads can at most stop the library now, which `_begin` notices.
             if self._starts_at_once:
                 attempt = self._opened(binding, message)
                 self._begin(attempt)
@@ -150,7 +150,7 @@ class FailoverChannel(ChannelWrapper):
         gate = self._own.gate(signature, digest)
         if gate is None:
             return None
-        self._broken = True  # operations that passed no gate meanwhile could not start on it again
+        self._broken = True  # operations issued without its gate could not start on it again
         return FirstGate(self, gate)
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
@@ -214,7 +214,7 @@ class FailoverChannel(ChannelWrapper):
                 attempt.poll = None
 
     def _bind_anew(self, binding: Binding) -> None:
-        """Bind a signature to the library's present channel."""
+        """Bind a signature to the library's current channel."""
         binding.start, binding.generation = self._own.bind(binding.signature), self._generation
 
     def on_complete(self, attempt: FailoverPoll) -> None:
@@ -223,7 +223,7 @@ class FailoverChannel(ChannelWrapper):
         attempt.complete()
         if attempt.library != self._first.name:
             attempt.let_go()
-            self._engine.ring()  # the issuing thread may wait on the library alone, which needed no ring
+            self._engine.ring()  # the issuing thread may wait only for the library, which needed no ring
             return
         attempt.note_state(self._engine.writes)
         self._kept.add(attempt)
@@ -252,7 +252,7 @@ class FailoverChannel(ChannelWrapper):
             self._refuse(f"it has failed too: {reason}")
 
     def fail(self, why: str, broken: str = "") -> None:
-        """Report that the library has failed on this rank. `broken`: why it must never be called again."""
+        """Report that the library has failed on this rank. `broken`: why it must not be called again."""
         if not self.stands:
             return
         if broken:
@@ -287,7 +287,7 @@ class FailoverChannel(ChannelWrapper):
         self.advance()
 
     def _running_here(self) -> list[FailoverPoll]:
-        """Return the operations in flight on the first library: others may still run on the second one."""
+        """Return the operations in flight on the first library, but not those on the second one."""
         # A synchronous operation may end meanwhile, in another thread.
         return [each for each in list(self._open.values()) if each.library == self._first.name]
 
@@ -337,7 +337,7 @@ class FailoverChannel(ChannelWrapper):
     def _settle(self) -> None:
         keys = [self._key(rank) for rank in range(self._group.size)]
         if self._stage == "stopping":
-            # Not while the program changes its tensors in another thread: torch counts a change at its end.
+            # Not while another thread of the program changes its tensors: torch counts a change when it ends.
             if not self._state.is_its_thread() or not self._own.stop_operations():
                 return
             known = {
@@ -402,7 +402,7 @@ class FailoverChannel(ChannelWrapper):
                 attempt.poll, attempt.error = None, self._refused
 
     def _use(self, backend: Backend) -> None:
-        """Make the engine wait for operations the way this library needs."""
+        """Make the engine wait for operations as this library requires."""
         self.library = backend.name
         self.slot.backend = backend
         for operation in list(self._engine.bound):

@@ -1,4 +1,4 @@
-"""The fallback library: starts operations in issue order, each when its gate opens."""
+"""Fallback library: starts operations in issue order, each when its gate opens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SecondLibrary:
     """The library that takes over.
 
     Attributes:
-        backend, channel: the library, and its channel for failover alone.
+        backend, channel: the library, and a channel that only failover uses.
     """
 
     def __init__(self, backend: Backend, channel: Channel, rank: int) -> None:
@@ -28,7 +28,7 @@ class SecondLibrary:
         self._rank = rank
         self._bound: dict[Signature, tuple[Start, Gate | None]] = {}
         self._passed: set[Signature] = set()  # signatures whose gate an operation has passed
-        self._repeated: list[FailoverPoll] = []  # operations complete here that run again for other ranks
+        self._repeated: list[FailoverPoll] = []  # complete here, but run again for others
 
     @property
     def is_busy(self) -> bool:
@@ -56,7 +56,7 @@ class SecondLibrary:
         return True
 
     def advance(self) -> None:
-        """Poll the operations that the program does not wait for."""
+        """Poll operations for which the program does not wait."""
         self._repeated = [each for each in self._repeated if each.poll is not None and not each.poll()]
 
     def gate(self, message: Message) -> Poll:

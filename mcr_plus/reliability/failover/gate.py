@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FirstGate:
-    """Gate of the first library; it is open once the library has failed."""
+    """Gate of the first library; open once the library has failed."""
 
     def __init__(self, channel: FailoverChannel, gate: Gate) -> None:
         self._channel, self._gate = channel, gate

@@ -1,8 +1,8 @@
-"""Operations complete on this rank, kept because other ranks may still need them.
+"""Keep operations that are complete on this rank, because other ranks may still need them.
 
-Memory is limited: it holds copies, and tensors that the program has dropped since. Beyond the limit, the
-oldest operations only refer weakly to their tensors. Nothing is lost as long as the program holds them, as it
-holds gradient buckets.
+The memory for copies, and for tensors that the program has dropped, is limited. Above the limit, the oldest
+operations hold their tensors only by weak references. Nothing is lost as long as the program itself holds
+these tensors, as it does for gradient buckets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeptOperations:
     def __init__(self) -> None:
         self._attempts: deque[FailoverPoll] = deque()
         self._nbytes = 0
-        # Synchronous operations call `add` without the engine's lock, other threads with it.
+        # Synchronous operations call `add` without the engine's lock, other threads with the lock.
         self._making_room = RLock()
         self._free: dict[int, list[torch.Tensor]] = {}  # number of bytes → spare copies
         self._free_nbytes = 0
@@ -53,7 +53,7 @@ class KeptOperations:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Drop tensors first, the oldest before the others, then copies."""
+        """First drop tensors, oldest first, then copies."""
         *older, _ = self._attempts
         for give_copies in (False, True):
             for attempt in older:
@@ -74,12 +74,12 @@ class KeptOperations:
             if len(free) < _FREE and copy.numel():
                 free.append(copy.view(-1))
                 self._free_nbytes += copy.nbytes
-        if self._free_nbytes > _MOST_FREE_BYTES:  # many sizes occur, and may not recur
+        if self._free_nbytes > _MOST_FREE_BYTES:  # there are many sizes, which may not recur
             self._free.clear()
             self._free_nbytes = 0
 
     def copied(self, tensor: torch.Tensor) -> Copy:
-        """Return a copy of a tensor, in the memory of an earlier copy if possible: new memory is slow."""
+        """Return a copy of a tensor, in an earlier copy's memory if possible, because new memory is slow."""
         free = self._free.get(tensor.nbytes)
         if not free:
             return copy_of(tensor)

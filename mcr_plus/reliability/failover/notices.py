@@ -1,7 +1,7 @@
 """Notices of disabled libraries in running processes: files that `mcr-plus doctor` reads on the same host.
 
-A process has one file in the temporary directory, readable by its user only, from the first failure of a
-library until all libraries are back or their groups are closed. Readers remove the files of killed processes.
+From the first failure of a library until all libraries are back or their groups are closed, a process has a
+file in the temporary directory, which only its user can read. Readers remove the files of killed processes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _off: dict[object, Notice] = {}
 
 
 def put(owner: object, rank: int, group: str, library: str, takes_over: str, reason: str) -> None:
-    """Note that a library is off, for one channel of this process."""
+    """Store that a library is off, for one channel of this process."""
     _off[owner] = Notice(os.getpid(), rank, group, library, takes_over, reason, time.time())
     _write()
 
 
 def remove(owner: object) -> None:
-    """Note that the library of this channel is back, or no longer used."""
+    """Remove the notice of a channel: the library is back, or no longer used."""
     if _off.pop(owner, None) is not None:
         _write()
 
@@ -70,7 +70,7 @@ def running() -> list[Notice]:
 
 
 def _write() -> None:
-    """Replace the file of this process; an error such as a full disk does not disturb the job."""
+    """Replace the file of this process; errors, such as a full disk, do not disturb the job."""
     pid = os.getpid()
     stat = read_stat(pid)
     if stat is None:

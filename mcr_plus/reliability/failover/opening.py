@@ -1,4 +1,4 @@
-"""Opening the second libraries of a group."""
+"""Open the second libraries of a group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_failover(
 ) -> None:
     """Give every library of a group a second library; collective over its ranks.
 
-    Libraries whose operations run on a stream neither fail over nor take over.
+    Libraries with operations on a stream neither fail over nor take over.
     """
     group = state.group
     slots = {name: slot for name, slot in channels.items() if not slot.backend.on_stream and name != "local"}

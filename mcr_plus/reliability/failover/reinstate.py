@@ -1,4 +1,4 @@
-"""Return of a failed library: each rank reopens it in the background, and the ranks vote on it.
+"""Reinstate a failed library: each rank reopens it in the background, and the ranks vote.
 
 Votes are operations of the second library, at the same operation of the program on all ranks. The first votes
 decide when to try; then each rank opens the library in a thread, and further votes decide whether all ranks
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FIRST_TRY: Final = 2.0  # seconds after a failure
 _LAST_TRY: Final = 60.0
 _PATIENCE: Final = 1.0  # seconds that closing a group waits for a thread that opens the library
-_LINGERING: Final = 4  # such threads at a time: gloo may notice a missing peer only after its timeout
+_LINGERING: Final = 4  # maximum number of such threads: gloo may notice a missing peer only after its timeout
 _log = logging.getLogger("mcr_plus")
 
 
@@ -52,7 +52,7 @@ class Reinstatement:
         self._given_up: list[_Try] = []  # abandoned tries that are still opening
 
     def after_failure(self) -> None:
-        """Start over after a new failure of the library."""
+        """Start again after a new failure of the library."""
         self.gate = self._message = self._poll = self._try = None
         self._next_try = time.monotonic() + self._patience
 
@@ -73,7 +73,7 @@ class Reinstatement:
         return self._message
 
     def begin(self, poll: Poll) -> None:
-        """Begin waiting for a started vote; `poll` is its poll."""
+        """Begin to wait for a started vote with this poll."""
         self._poll, self.gate = poll, None
 
     def result(self) -> int | None:
@@ -95,7 +95,7 @@ class Reinstatement:
         return -1 if self._try.channel is None else 1
 
     def decided(self, result: int) -> Channel | None:
-        """Act on the ranks' decision; return the new channel if all ranks have opened it."""
+        """Apply the ranks' decision; return the new channel if all ranks have opened it."""
         if self._try is None:
             if result == 1:
                 self._tries += 1
@@ -116,7 +116,7 @@ class Reinstatement:
         return None
 
     def give_up(self) -> None:
-        """Release all channels, open or opening, because the group is closed."""
+        """Release all channels, including channels being opened, because the group is closed."""
         if self._try is not None:
             self._try.drop()
             self._try.join(_PATIENCE)
@@ -124,7 +124,7 @@ class Reinstatement:
 
 
 class _Try(threading.Thread):
-    """A try to open the library. `channel`: the new channel, None before success."""
+    """An attempt to open the library. `channel`: the new channel; None before success."""
 
     def __init__(self, open_channel: Callable[[Callable[[], bool]], Channel]) -> None:
         super().__init__(name="mcr-failover", daemon=True)

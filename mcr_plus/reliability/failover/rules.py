@@ -1,7 +1,7 @@
-"""Rules for the operations of a failed library: a pure function of the records of all ranks.
+"""Decide about the operations of a failed library, by a pure function of all ranks' records.
 
 A library's operations in a group are numbered in the order in which they start, which is the same on all
-ranks. Each rank stops calling the library and records which of its last operations are complete; from all
+ranks. Each rank stops calling the library, and records which of its last operations are complete. From all
 records, each rank derives the same `Verdict`.
 """
 
@@ -18,10 +18,10 @@ class RankOperation(NamedTuple):
     """An operation on one rank.
 
     Attributes:
-        digest: digest of its signature, the same on all ranks.
-        is_done: it is complete on this rank, so the program may have its result.
-        has_input: it can run again: its input is unchanged.
-        has_result: its output is unchanged, and it is the result for all ranks.
+        digest: digest of the signature, the same on all ranks.
+        is_done: True if it is complete on this rank, so the program may have the result.
+        has_input: True if it can run again, because the input is unchanged.
+        has_result: True if the output is unchanged, and is the result for all ranks.
     """
 
     digest: int
@@ -32,7 +32,7 @@ class RankOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Record of one rank. `next`: number of its next operation. `operations`: its last ones, by number."""
+    """Record of one rank. `next`: number of the next operation. `operations`: last operations, by number."""
 
     next: int
     operations: Mapping[int, RankOperation]
@@ -50,11 +50,11 @@ class Verdict:
     """Decision on the operations to run again.
 
     Attributes:
-        first: operations before this number are complete on all ranks; the operations from it on run on the
-            other library, in their order.
-        sources: for each operation that is complete on some rank, the group rank that sends its result to all
-            others: two libraries' results may differ in the last bit, so ranks must not mix them.
-        refusal: reason why they cannot run again; empty if they can.
+        first: operations before this number are complete on all ranks; operations from this number on run on
+            the other library, in order.
+        sources: for each operation that is complete on some rank, the group rank that sends the result to all
+            others. Results of two libraries may differ in the last bit, so ranks must not mix them.
+        refusal: reason why operations cannot run again; empty if they can.
     """
 
     first: int

@@ -1,4 +1,4 @@
-"""Detection of changed tensors without a full copy, and weak references to tensors."""
+"""Detect changed tensors without a full copy, and hold tensors by weak references."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Copy = torch.Tensor | bytes
 """Copy of a tensor's values."""
 _SMALL: Final = 512  # bytes
 _SAMPLED: Final = 64  # elements of a tensor
-_MOST: Final = 4096  # storages whose last write is known
+_MOST: Final = 4096  # maximum number of storages with a known last write
 _numbers = count(1)
 
 
 def copy_of(tensor: torch.Tensor) -> Copy:
-    """Return a copy of the tensor. Small tensors are copied as bytes, which takes a tenth of the time."""
+    """Return a copy of the tensor. Small tensors are copied as bytes, in a tenth of the time."""
     if tensor.nbytes <= _SMALL and tensor.is_contiguous():
         return string_at(tensor.data_ptr(), tensor.nbytes)
     return tensor.clone()
@@ -40,7 +40,7 @@ def restored(copy: Copy, like: torch.Tensor) -> torch.Tensor:
 
 
 def note_writes(writes: dict[int, int], tensors: Iterable[torch.Tensor]) -> None:
-    """Note that an operation writes to these tensors: libraries write without torch's knowledge."""
+    """Record that an operation writes to these tensors, since libraries write without torch's knowledge."""
     number = next(_numbers)
     if len(writes) > _MOST:
         writes.clear()  # unknown storages count as written
@@ -49,11 +49,10 @@ def note_writes(writes: dict[int, int], tensors: Iterable[torch.Tensor]) -> None
 
 
 class TensorState(NamedTuple):
-    """State of a tensor at a moment.
+    """State of a tensor at one point in time.
 
-    `version`: number of changes that torch has counted; None if it does not count them. `written`: the last
-    operation that writes there. `sample`: some elements, to detect changes that neither shows, such as
-    through `tensor.data` or numpy.
+    `version`: torch's change count; None if torch does not count. `written`: the last operation that writes
+    to the tensor. `sample`: some elements, to detect other changes, such as through `tensor.data` or numpy.
     """
 
     version: int | None
@@ -92,7 +91,7 @@ def _is_same(one: Copy, other: Copy) -> bool:
 
 
 class WeakTensor:
-    """A tensor whose memory lives as long as something else refers to it."""
+    """Weak reference to a tensor: its memory lives as long as something else refers to it."""
 
     __slots__ = ("_layout", "_memory", "_shell")
 
@@ -104,7 +103,7 @@ class WeakTensor:
         self._shell.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def found(self) -> tuple[torch.Tensor, bool]:
-        """Return the tensor and true, with its change count; a new tensor and false if its memory is gone."""
+        """Return the tensor with its change count, and True; if its memory is freed, a new one and False."""
         dtype = self._shell.dtype
         memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
         if memory is None:

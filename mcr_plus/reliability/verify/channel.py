@@ -1,7 +1,7 @@
 """Channel of a library in a group whose operations are verified.
 
-Verified operations run one after another, in the order of their numbers, on a separate channel. So their
-steps keep the same order on all ranks and do not disturb unverified operations in between.
+Verified operations run one after another, in the order of their numbers, on a separate channel. So steps have
+the same order on all ranks, and do not disturb unverified operations in between.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.verify.rows import RowExchange
     from mcr_plus.reliability.verify.steps import VerifiedSteps
 
-_BLOCKS_WITHIN: Final = timedelta(seconds=5)  # time for the two ranks of a mismatch to publish their blocks
+_BLOCKS_WITHIN: Final = timedelta(seconds=5)  # time in which the two ranks of a mismatch publish their blocks
 
 
 class VerifiedPoll(SteppedPoll):
-    """The poll of a verified operation; it may be called with or without the engine's lock."""
+    """Poll of a verified operation; may be called with or without the engine's lock."""
 
     __slots__ = ("_channel", "_course", "_error", "_held", "_is_done", "_lock", "_poll")
 
@@ -74,7 +74,7 @@ class VerifiedPoll(SteppedPoll):
         return self._poll
 
     def ends(self) -> bool:
-        """Advance; return whether the operation has ended, well or with an error."""
+        """Advance; return whether the operation has ended, with or without an error."""
         if self._is_done:
             return True
         try:
@@ -93,7 +93,7 @@ class VerifiedPoll(SteppedPoll):
             return next(self._course)
         except Exception:
             raise
-        except BaseException as error:  # also an interrupt, which has ended the run: it is not done
+        except BaseException as error:  # also an interrupt, which ends the run before the operation is done
             self._channel.interrupted = self._held
             self._error = BackendError(f"a verified operation was interrupted by {type(error).__name__}")
             self._is_done = True
@@ -136,7 +136,7 @@ class VerifiedChannel(ChannelWrapper):
         return self.bind_every(signature, self._every)
 
     def needs_polls(self, beside: Poll | None) -> bool:
-        """Report that operations behind a verified one need its polls; see `ChannelWrapper`."""
+        """Report that operations after a verified one need polls of it; see `ChannelWrapper`."""
         return (bool(self._queue) and self._queue[0] is not beside) or self._messages.needs_polls
 
     def bind_every(self, signature: Signature, every: int) -> Start:
@@ -160,7 +160,7 @@ class VerifiedChannel(ChannelWrapper):
                 raise BackendError("an earlier verified operation was interrupted while it was started")
             course = None
             if at_once is not None and not queue:
-                # Without the lock: other threads find nothing to advance, and one thread at a time starts
+                # No lock is needed: other threads find nothing to advance, and one thread at a time starts
                 # operations.
                 try:
                     course = at_once(message)
@@ -218,7 +218,7 @@ class VerifiedChannel(ChannelWrapper):
             channel.give_up()
 
     def _end(self) -> bool:
-        """End the operations; return whether rows need closing."""
+        """End the operations; return whether rows must be closed."""
         is_open = self in self._engine.wrappers
         if is_open:
             self._engine.wrappers.remove(self)
@@ -245,7 +245,7 @@ class VerifiedChannel(ChannelWrapper):
             self._judge(signature, ledger)
 
     def _judge(self, signature: Signature, ledger: ChecksumTable) -> NoReturn:
-        """Raise the error for mismatching rows. All ranks have the same rows."""
+        """Raise the error for rows that do not match. All ranks have the same rows."""
         rows = self._rows.read()
         if damaged := damaged_rows(rows):
             rank = self._group.ranks[damaged[0]]
@@ -286,7 +286,7 @@ class VerifiedChannel(ChannelWrapper):
         )
 
     def _block(self, ledger: ChecksumTable, found: ChecksumMismatch) -> int | None:
-        """Return the first block that differs; collective. None if the two ranks do not publish in time."""
+        """Return the first block that differs, None if the two ranks do not publish in time; collective."""
         me, prefix = (
             self._group.rank,
             f"verify/{self._group.name}/{self._steps.backend.name}/{self._rows.number}",

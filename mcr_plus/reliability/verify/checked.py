@@ -1,4 +1,4 @@
-"""Operations of shared memory whose data-moving kernels also take the checksums."""
+"""Shared-memory operations with kernels that move data and take checksums."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Checking:
         self._group, self._judge = group, judge
 
     def bind(self, signature: Signature) -> Begins | None:
-        """Return how operations of a signature begin; None if they have to run as steps."""
+        """Return the functions that begin operations of a signature; None if they must run as steps."""
         channel, rows, judge = self._channel, self._rows, self._judge
         if channel is None or rows is None or not signature.nbytes or signature.kind in VECTOR:
             return None
@@ -76,7 +76,7 @@ class Checking:
             inputs, outputs = message.inputs, message.outputs
             target = outputs[0].data_ptr() if outputs else 0
             source = inputs[0].data_ptr() if inputs else target
-            poll = start(source, target, (inputs, outputs, ledger))  # the queue writes to their memory
+            poll = start(source, target, (inputs, outputs, ledger))  # alive: the queue writes to them
             if poll is done_at_once and verdict[0] == AGREE:
                 return None
             return ended(poll)
@@ -95,12 +95,12 @@ class Checking:
         return Begins(begin, at_once)
 
     def run(self, channel: SharedMemoryChannel, signature: Signature, state: Any) -> Run:
-        """Return how operations of a state start."""
+        """Return the start of operations of a state."""
         return channel.run_by(signature, state, kernels.begin, kernels.advance)
 
 
 def fit(state: Any) -> bool:
-    """Fit the slices of a state to whole blocks; return False if a slot is too small for one."""
+    """Round the slices of a state to whole blocks; return False if a slot is too small for a block."""
     kind, ranks, width = (int(state[word]) for word in (plain.KIND, plain.RANKS, plain.WIDTH))
     area = min(AREA, int(state[plain.AREA]))
     # Each slice has equally many blocks per flow; a slot holds one flow per rank, or one for all.
@@ -115,7 +115,7 @@ def fit(state: Any) -> bool:
 
 
 def plan(state: Any) -> ChecksumPlan:
-    """Return the plan of this rank's sent and received data for a state that is `fit`."""
+    """Return the plan of this rank's sent and received data for a state after `fit`."""
     kind, ranks, me, root, count, width, elements, slices = (
         int(state[word])
         for word in (

@@ -1,11 +1,13 @@
-"""Kernels of shared-memory collectives that take checksums of the data they move.
+"""Kernels of shared-memory collectives that take checksums of moved data.
 
-The phases are those of `mcr_plus.backends.shm.collectives_kernels`, for kinds whose sizes are equal on all
+The phases are the same as in `mcr_plus.backends.shm.collectives_kernels`, for kinds with equal sizes on all
 ranks. Data pass in blocks of 64 KiB. One loop copies a block into the slot and takes its checksum; the
 checksum of the target is taken right after a block is copied there, while it is in the core's cache. Results
-larger than the caches bypass them, as without checksums: the checksum is then of the written values. A
-reduction takes the checksum of 8 KiB in a peer's slot, adds them, and takes the checksum of the stored sums,
-all in the nearest cache. Data that a rank sends to itself are copied and compared, without a checksum.
+larger than the caches bypass the caches, as without checksums; then the checksum is taken of the written
+values. A reduction takes the checksum of 8 KiB in a peer's slot, adds them, and takes the checksum of the
+stored sums, all in the nearest cache. Data that a rank sends to itself are copied and compared, without a
+checksum.
+
 Then the words of the flows are joined, this rank's row is posted, and the rows of all ranks are compared, all
 in one call.
 
@@ -89,7 +91,7 @@ from mcr_plus.kernels.cpu import compiled, linked
 from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS
 from mcr_plus.reliability.verify.row_kernels import MISSING, claim, gathered, post
 
-_types: Any = numba.types  # partly annotated, which type checkers report here
+_types: Any = numba.types  # numba's partial annotations make type checkers report errors here
 
 # Further words of the state.
 STEP: Final = WORDS  # blocks of each flow in every slice but the last
@@ -145,7 +147,8 @@ def _send(state, peer, index, slot, source, nbytes):  # type: ignore[no-untyped-
 def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[no-untyped-def]
     """Copy a peer's data to the target.
 
-    The checksum is of the target, read again; if the write bypasses the caches, of the written values.
+    The checksum is taken from the target, read again, or, if the write bypasses the caches, from the written
+    values.
     """
     out = _first(state, end, peer, index)
     streams = state[STREAMS] and target % STREAMED == 0
@@ -163,9 +166,10 @@ def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[n
 
 @linked
 def _keep(state, index, target, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy this rank's data to itself unless they are there, and compare the two.
+    """Copy this rank's data to its own target unless they are in place, and compare both.
 
-    If both are equal, the received checksums are set to the sent ones (0 for an all_to_all), else to others.
+    If both are equal, the received checksums are set to the sent ones (0 for an all_to_all), otherwise to
+    other values.
     """
     me = state[RANK]
     sent = _first(state, SENT, me if state[KIND] == ALL_TO_ALL else np.int64(0), index)
@@ -208,7 +212,7 @@ def _put(state, index, elements):  # type: ignore[no-untyped-def]
 
 @linked
 def _reduce(state, index, elements):  # type: ignore[no-untyped-def]
-    """Add a slice in blocks, in the order of ranks of `collectives_kernels`."""
+    """Add a slice block by block, in the rank order of `collectives_kernels`."""
     kind, me, width = state[KIND], state[RANK], state[WIDTH]
     first = index * state[SLICE]
     own, result, skip, count = np.int64(0), state[TARGET] + first * width, np.int64(0), elements
@@ -294,7 +298,7 @@ def _elements(state, index):  # type: ignore[no-untyped-def]
 
 @linked
 def _step(state):  # type: ignore[no-untyped-def]
-    """Run each phase for one slice if possible; return whether any ran."""
+    """Run each phase for one slice if possible; return whether any phase ran."""
     moved = False
     if may_put_next(state):
         _put(state, state[PUT], _elements(state, state[PUT]))
@@ -313,7 +317,7 @@ def _step(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance(state, patient):  # type: ignore[no-untyped-def]
-    """Advance as far as possible: 1 once `VERDICT` is set, else 0, after microseconds if `patient`."""
+    """Advance as far as possible; return 1 once `VERDICT` is set, else 0. `patient`: wait microseconds."""
     spins = yields = 0
     while not state[POSTED] or state[VERDICT] == MISSING:
         if state[TAKEN] < state[SLICES]:

@@ -1,4 +1,4 @@
-"""Checksums of the blocks that ranks send each other in an operation, and the first mismatch."""
+"""Checksums of the blocks that ranks exchange in an operation, and the first mismatch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ LARGE: Final = 512 << 10
 
 
 def row_words(ranks: int) -> int:
-    """Return the words of a row: per stage one for each receiver and each sender, the operation's digest, and
-    the sum of all words.
+    """Return the number of words of a row.
+
+    A row has, per stage, a word for each receiver and each sender, then the operation's digest and the sum of
+    all words.
     """
     return STAGES * 2 * ranks + 2
 
@@ -35,8 +37,9 @@ class Flows(NamedTuple):
     """Parts of a tensor that a rank sends to other ranks, or receives from them.
 
     Attributes:
-        peers: for each flow, its first peer rank, and the number of its peers.
-        offsets, nbytes: offset and size of each flow in bytes; for an operation in pieces, in the last piece.
+        peers: first peer rank and number of peers of each flow.
+        offsets, nbytes: offset and size of each flow in bytes; for an operation in pieces, those in the last
+            piece.
     """
 
     peers: Sequence[tuple[int, int]]
@@ -55,16 +58,16 @@ class Flows(NamedTuple):
 
 
 class ChecksumPlan:
-    """The flows of an operation, and the places of their blocks' checksums.
+    """Flows of an operation, and the places of the checksums of their blocks.
 
     An operation may run in pieces: `repeats` pieces, in which each flow has `part` bytes (whole blocks), and
-    a last piece. Blocks are numbered through all pieces of a flow.
+        a last piece. Blocks are numbered consecutively through all pieces of a flow.
     """
 
     def __init__(
         self, ranks: int, ends: Mapping[int, Flows], repeats: int = 0, part: int = 0, stride: int = 0
     ) -> None:
-        """Plan for the flows of `ends`, by `SENT` and so on; ends without data on this rank are left out.
+        """Plan for the flows of `ends`, by `SENT` and so on; ends without data on this rank are missing.
 
         `stride`: bytes from one flow to the next in a piece, if flows are not contiguous.
         """
@@ -106,37 +109,37 @@ class _Cut:
 
 
 class ChecksumTable:
-    """The checksums of one operation.
+    """Checksums of one operation.
 
     Attributes:
-        row: `row_words` of int64; its last word, the sum, is filled in when the row is posted.
+        row: `row_words` int64; the last word, the sum, is filled in when the row is posted.
     """
 
     def __init__(self, plan: ChecksumPlan, digest: int = 0) -> None:
-        """Prepare for a plan. `digest` is of the operation's signature; ranks compare it."""
+        """Prepare for a plan. `digest`: digest of the operation's signature, which ranks compare."""
         self.plan = plan
         self._checksums: Any = np.zeros(max(1, plan.blocks), np.int64)
         self.row: Any = np.zeros(row_words(plan.ranks), np.int64)
         self.row[-2] = digest
         self._at, self.address = self._checksums.ctypes.data, self.row.ctypes.data
         self._flows = plan.flows.ctypes.data, len(plan.flows), self._at, self.address
-        # Most operations run in one piece: bind their cuts once.
+        # Most operations run in one piece, so bind their cuts once.
         self._last = {end: last.take for end, (_, last) in plan.cuts.items()}
 
     @property
     def joined(self) -> tuple[int, int, int, int]:
-        """The arguments of `join`."""
+        """Arguments of `join`."""
         return self._flows
 
     def cut(self, end: int) -> tuple[int, int, int]:
-        """Return the cut of the last or only piece: its address, parts and blocks; zeros without one."""
+        """Return the cut of the last or only piece: address, parts and blocks; zeros without a cut."""
         if end not in self.plan.cuts:
             return 0, 0, 0
         cut = self.plan.cuts[end][1]
         return cut.address, cut.parts, cut.blocks
 
     def take(self, end: int, address: int) -> None:
-        """Take the checksums of sent or received data: of the last or only piece, at `address`."""
+        """Take the checksums of sent or received data at `address`, of the last or only piece."""
         self._last[end](address, self._at)
 
     def take_piece(self, end: int, address: int, piece: int) -> None:
@@ -178,7 +181,7 @@ class Blocks:
         self._cut.take(address, words)
 
     def changed(self, address: int, words: int) -> int | None:
-        """Return the first block at `address` whose checksum differs; None if all match."""
+        """Return the first block at `address` with a different checksum; None if all match."""
         if self._nbytes < LARGE:
             parts = [changed(address, self._nbytes, words, 0, self.count)]
         else:
@@ -187,7 +190,7 @@ class Blocks:
 
 
 class ChecksumMismatch(NamedTuple):
-    """The first changed payload: its stage, sender and receiver (group ranks)."""
+    """First changed payload: stage, sender and receiver (group ranks)."""
 
     stage: int
     source: int
@@ -195,7 +198,7 @@ class ChecksumMismatch(NamedTuple):
 
 
 def damaged_rows(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks whose rows changed in transit."""
+    """Return the ranks with rows that changed in transit."""
     return [rank for rank, row in enumerate(rows) if (sum(row[:-1]) - row[-1]) % WORD]
 
 
@@ -222,7 +225,7 @@ def first_difference(rows: Sequence[Sequence[int]]) -> ChecksumMismatch | None:
 
 
 def first_block(sent: Sequence[int], got: Sequence[int]) -> int | None:
-    """Return the first block whose checksums differ."""
+    """Return the first block with different checksums."""
     return next(
         (number for number, pair in enumerate(zip(sent, got, strict=False)) if pair[0] != pair[1]), None
     )

@@ -1,8 +1,8 @@
 """Verified sends and receives: the receiver compares checksums.
 
-If the library's messages can, they carry their checksums. Otherwise the checksums follow as a separate
+If the library supports it, messages carry their checksums. Otherwise the checksums follow as a separate
 message with the same tag on the channel of verified operations, so that the payload is not copied. Messages
-between two ranks with one tag keep their order on either channel.
+between two ranks with the same tag keep their order on both channels.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Words = tuple[torch.Tensor, int]  # checksums, and their address
 
 
 class VerifiedMessages:
-    """The messages of a group on a library.
+    """Messages of a group on a library.
 
     Attributes:
-        open: receives of a tag that have not requested checksums, in the order in which they were posted.
+        open: receives that have not requested checksums, by tag, in the order of posting.
     """
 
     def __init__(self, own: Channel, steps: VerifiedSteps, group: Group, every: int) -> None:
@@ -57,7 +57,7 @@ class VerifiedMessages:
 
     @property
     def needs_polls(self) -> bool:
-        """True if checksums are in transit that move only with polls."""
+        """True if checksums in transit move only with polls."""
         return bool(self._following) and self._steps.backend.host_driven
 
     def advance(self) -> None:
@@ -66,7 +66,7 @@ class VerifiedMessages:
             self._following = [each for each in self._following if not _ended(each[0])]
 
     def _is_due(self, counts: dict[_Key, int], peer: int | None, tag: int) -> bool:
-        """Count a message; return whether it is verified. Both ends count in the same way."""
+        """Count a message, and return whether it is verified. Both ends count in the same way."""
         if self._every == 1:
             return True
         key = peer, tag
@@ -84,7 +84,7 @@ class VerifiedMessages:
         return begin
 
     def corrupted(self, signature: Signature, source: int, block: int) -> DataCorrupted:
-        """Return the error for a message from a group rank, with its first changed block."""
+        """Return the error for a message from a group rank; `block`: the first changed block."""
         group = self.group
         sender, receiver = group.named(source), group.named(group.rank)
         operation = signature.describe()
@@ -121,7 +121,7 @@ class VerifiedMessages:
         return step.start(message)
 
     def asked(self, receive: VerifiedReceive, source: int, checks: _Checks) -> tuple[Poll, _Words] | None:
-        """Begin to receive the checksums of a message; return None if it has none."""
+        """Begin to receive the checksums of a message; return None if it has no checksums."""
         self.open[receive.tag].remove(receive)
         if not self._is_due(self._got, source, receive.tag) or not checks.blocks.count:
             return None
@@ -130,7 +130,7 @@ class VerifiedMessages:
 
 
 class _Checks:
-    """The checksums of messages of a signature: how to take them, and the step that moves them."""
+    """Checksums of messages of a signature: takes them, and moves them by a step."""
 
     def __init__(self, steps: VerifiedSteps, signature: Signature, group: Group) -> None:
         self.blocks = blocks = Blocks(signature.nbytes or 0)
@@ -148,11 +148,11 @@ class _Checks:
 
 
 class VerifiedReceive(ReceivePoll):
-    """The poll of a receive that compares checksums.
+    """Poll of a receive that compares checksums.
 
     Receives with the same tag request checksums in the order of their messages: a receive waits for an
-    earlier one with the same sender. It also waits for an earlier receive from any source until that shows
-    its sender: the earlier receive already has a message, but a library may show it late.
+        earlier receive with the same sender. It also waits for an earlier receive from any source until the
+        sender is known: the earlier receive already has a message, but a library may report it late.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class VerifiedReceive(ReceivePoll):
 
 
 def _ended(poll: Poll) -> bool:
-    """Return whether a message's checksums have been sent or have failed: only the receiver misses them."""
+    """Return whether a message's checksums have been sent or have failed; only the receiver notices."""
     try:
         return poll()
     except Exception:

@@ -1,4 +1,4 @@
-"""Opening the verification of a group's operations."""
+"""Open the verification of a group's operations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def open_verification(
 def _open_rows(
     world: World, engine: Engine, group: Group, steps: VerifiedSteps
 ) -> tuple[RowExchange, Callable[[], None]]:
-    """Open the exchange of checksums, by shared memory if all ranks can map it; return it and its closer."""
+    """Open the exchange of checksums, by shared memory if all ranks can map it; return it and `close`."""
     words = row_words(group.size)
     name = steps.backend.name
     by_library = LibraryRows(steps, group.name, group.size, words), lambda: None

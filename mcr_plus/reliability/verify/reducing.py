@@ -1,4 +1,4 @@
-"""The local reduction of a verified operation."""
+"""Local reduction of a verified operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXACT: Final = {torch.float32, torch.float64, torch.int32, torch.int64}
 
 
 def reduction(signature: Signature) -> LocalReduce:
-    """Return a reduction of values in the order of ranks, see `LocalReduce`."""
+    """Return a reduction of values in rank order, see `LocalReduce`."""
     assert signature.reduce_op is not None
     assert signature.dtype is not None
     if signature.dtype in EXACT and (signature.nbytes or SMALL + 1) <= SMALL:

@@ -1,4 +1,4 @@
-"""Kernels of small operations: their reduction, and checksum rows in shared memory."""
+"""Kernels of small operations: reduction, and checksum rows in shared memory."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TRIES: Final = 23
 WORDS: Final = 24
 
 
-_types: Any = numba.types  # partly annotated, which type checkers report here
+_types: Any = numba.types  # numba's partial annotations make type checkers report errors here
 
 
 @compiled
 def claim(counter):  # type: ignore[no-untyped-def]
-    """Begin an exchange; return its number. `counter`: address of the last exchange's number."""
+    """Begin an exchange and return its number. `counter`: address of the last exchange's number."""
     number = load_acquire(counter) + 1
     store_release(counter, number)
     return number
@@ -52,7 +52,7 @@ def claim(counter):  # type: ignore[no-untyped-def]
 
 @compiled
 def post(row, words, place, number):  # type: ignore[no-untyped-def]
-    """Copy a row, with the sum of its words as the last one, then set the number that publishes it."""
+    """Copy a row, with the sum of its words as last word, then set the number that publishes the row."""
     total = np.int64(0)
     for word in range(words - 1):
         value = load_acquire(row + 8 * word)
@@ -64,8 +64,9 @@ def post(row, words, place, number):  # type: ignore[no-untyped-def]
 
 @compiled
 def compared(first, stride, ranks):  # type: ignore[no-untyped-def]
-    """Return whether rows, `stride` bytes apart, have correct sums, are of the same operation, and match: the
-    data sent in each stage have arrived.
+    """Return whether rows have correct sums, belong to the same operation, and match.
+
+    Rows are `stride` bytes apart. They match if the data sent in each stage have arrived.
     """
     words = 4 * ranks + 1
     for rank in range(ranks):
@@ -88,7 +89,7 @@ def compared(first, stride, ranks):  # type: ignore[no-untyped-def]
 
 @compiled
 def gathered(first, stride, ranks, number, tries):  # type: ignore[no-untyped-def]
-    """Return `compared` once the rows of all ranks have this number; `MISSING` after `tries` tries."""
+    """Return `compared` once the rows of all ranks have this number; `MISSING` after `tries` attempts."""
     for rank in range(ranks):
         while load_acquire(first + rank * stride) != number:
             if tries <= 0:
@@ -107,16 +108,16 @@ def _check(words, cut, address):  # type: ignore[no-untyped-def]
 
 @compiled
 def check_sent(words, address):  # type: ignore[no-untyped-def]
-    """Take the checksums of the sent data of a small operation; `words` as for `settle`."""
+    """Take the checksums of a small operation's sent data; `words` as for `settle`."""
     _check(words, np.int64(SENT_CUT), address)
 
 
 @compiled
 def settle(words, got, out):  # type: ignore[no-untyped-def]
-    """Finish a small operation after its one step: checksums of received data, sums, and the exchange.
+    """Finish a small operation after its only step: checksums of received data, sums, and exchange.
 
     `words`: address of `WORDS` int64. `got`: address of the received data, `out` of the sums. Returns the
-    verdict, or `MISSING` if other rows are not there yet or the library exchanges them.
+    verdict, or `MISSING` if other rows are missing, or the library exchanges rows.
     """
     ranks = load_acquire(words + 8 * RANKS)
     _check(words, np.int64(GOT_CUT), got)

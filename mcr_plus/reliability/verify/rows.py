@@ -1,4 +1,4 @@
-"""Exchange of checksums: every rank gets the rows of 64-bit words of all ranks."""
+"""Exchange checksums: every rank gets all ranks' rows of 64-bit words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.verify.steps import VerifiedSteps
 
 _LINE: Final = 8  # words
-_TRIES: Final = 100  # checks of other ranks' rows in a poll: as long as a poll of shared memory
+_TRIES: Final = 100  # checks of other ranks' rows per poll, about as long as a poll of shared memory
 
 
 class RowExchange(Protocol):
@@ -29,7 +29,7 @@ class RowExchange(Protocol):
         ...
 
     def post(self, row: Any) -> Poll:
-        """Publish this rank's int64 row with its sum; return a poll that is true once all rows are there."""
+        """Publish this rank's int64 row with its sum; the returned poll is true once all have arrived."""
         ...
 
     def ring(self) -> None:
@@ -37,9 +37,7 @@ class RowExchange(Protocol):
         ...
 
     def agree(self) -> bool:
-        """Return whether all rows are undamaged, of the same operation, and show that all sent data have
-        arrived.
-        """
+        """Return whether all rows are undamaged, of the same operation, and match (all data arrived)."""
         ...
 
     def read(self) -> list[list[int]]:
@@ -48,10 +46,10 @@ class RowExchange(Protocol):
 
 
 class SharedRows:
-    """Rows in memory that the ranks of a host share.
+    """Rows in memory shared by the ranks of a host.
 
-    A rank posts its next row only once it has read all present rows. So two rows per rank are enough: no rank
-    still reads the previous row when it is overwritten.
+    A rank posts its next row only after it has read all current rows. So two rows per rank are enough: no
+    rank still reads the previous row when it is overwritten.
     """
 
     def __init__(
@@ -72,10 +70,10 @@ class SharedRows:
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Addresses for compiled code that carries out exchanges itself.
+        """Addresses for compiled code that exchanges rows itself.
 
-        Addresses of the last exchange's number and of the first row, and bytes from one rank's rows to the
-        next rank's.
+        The address of the last exchange's number, the address of the first row, and the distance in bytes
+        between the rows of two ranks.
         """
         return self._counter.ctypes.data, self._base, 2 * self._row
 
@@ -87,12 +85,12 @@ class SharedRows:
         return self.poll()
 
     def poll(self) -> Poll:
-        """Return whether all rows of the exchange that this rank has begun are there."""
+        """Return whether all rows of this rank's current exchange have arrived."""
         number, ranks, stride = self.number, self._ranks, 2 * self._row
         first = self._base + number % 2 * self._row
 
         def is_there() -> bool:
-            if not self._base:  # closed: the memory is gone
+            if not self._base:  # closed, so the memory is unmapped
                 return False
             self._verdict = verdict = gathered(first, stride, ranks, number, _TRIES)
             return bool(verdict)
@@ -115,7 +113,7 @@ class SharedRows:
 
 
 class LibraryRows:
-    """Rows exchanged by an all_gather of a library, for ranks on several hosts."""
+    """Rows exchanged by a library's all_gather, for ranks on several hosts."""
 
     def __init__(self, steps: VerifiedSteps, group: str, ranks: int, words: int) -> None:
         self._ranks = ranks
@@ -163,7 +161,7 @@ class LibraryRows:
 
 
 def _stride(words: int) -> int:
-    """Return the words of a row in shared memory: its number, and whole cache lines."""
+    """Return the words of a row in shared memory, with its number, rounded up to whole cache lines."""
     return -(-(1 + words) // _LINE) * _LINE
 
 

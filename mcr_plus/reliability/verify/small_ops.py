@@ -1,7 +1,7 @@
 """Small verified operations of one step: one call of compiled code does all work after the step.
 
-They move data, or reduce values that a rank gathers and reduces itself. If checksum rows are in shared memory
-and the library is polled, an operation may end in the call that starts it.
+These operations move data, or reduce values that a rank gathers and reduces itself. If checksum rows are in
+shared memory and the library is polled, an operation may end in its starting call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SmallOperations:
         self._steps, self._group, self._rows, self._judge = steps, group, rows, judge
 
     def bind(self, signature: Signature) -> Begins | None:
-        """Return how operations of a signature begin; None if they are not small, or have several steps."""
+        """Return the functions that begin small operations; None if large, or if they have several steps."""
         kind, nbytes = signature.kind, signature.nbytes
         if kind in VECTOR or not nbytes or nbytes >= LARGE:
             return None
@@ -75,7 +75,7 @@ class SmallOperations:
 
 
 class _Moved:
-    """Operations of a signature that move data."""
+    """Operations of one signature that move data."""
 
     combine: tuple[int, int, int, int] = 0, 0, 0, 0
     """Reduction kernels for the received data, elements of each rank, and bytes of one, see `settle`."""
@@ -86,7 +86,7 @@ class _Moved:
         self, step: VerifiedStep, signature: Signature, group: Group, rows: RowExchange, judge: Judge
     ) -> None:
         self._step, self.signature, self.group, self._rows, self._judge = step, signature, group, rows, judge
-        self._free: list[_Use] = []  # one for each operation that was in progress at the same time
+        self._free: list[_Use] = []  # one per concurrent operation
 
     def plan(self, message: Message) -> ChecksumPlan:
         """Return the plan of this rank's sent and received data."""
@@ -97,16 +97,16 @@ class _Moved:
         return Message(self._step.signature, message.inputs, message.outputs)
 
     def settle(self, use: _Use, outputs: _Tensors) -> int:
-        """Finish an operation after its step; return the verdict, see `row_kernels.settle`."""
+        """Finish an operation after its step, and return the verdict, see `row_kernels.settle`."""
         found: int = settle(use.at, outputs[0].data_ptr() if outputs else 0, 0)
         return found
 
     def begin(self, message: Message) -> VerifiedRun:
-        """Begin an operation, which may have to wait for others: see `Begin`."""
+        """Begin an operation, which may have to wait for other operations, see `Begin`."""
         return self._run(self._begun(message), self.inner(message), message.outputs)
 
     def at_once(self, polls: range, message: Message) -> VerifiedRun | None:
-        """Run an operation as far as possible within `polls` polls: see `AtOnce`."""
+        """Run an operation as far as possible within `polls` polls, see `AtOnce`."""
         use, step, inner, outputs = self._begun(message), self._step, self.inner(message), message.outputs
         if (gate := step.gate(inner)) is not None:
             return self._run(use, inner, outputs, gate)
@@ -151,9 +151,10 @@ class _Moved:
 
 
 class _Reduced(_Moved):
-    """Reductions whose values a rank gathers and reduces itself.
+    """Reductions in which ranks gather values and reduce them themselves.
 
-    In an all_reduce all ranks reduce everything, in a reduce_scatter each its part, in a reduce the root.
+    In an all_reduce every rank reduces all values, in a reduce_scatter its part, and in a reduce only the
+    root reduces.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class _Reduced(_Moved):
         if kind == "reduce":
             sent = {SENT: Flows.one(root, nbytes)}
             return {**sent, GOT: got} if self._is_target else sent
-        # The sums of all ranks are equal: each rank has sent its sums to all and received them from all.
+        # The sums of all ranks are equal, as if each rank had sent its sums to all ranks.
         return {SENT: Flows.one(0, nbytes, size), GOT: got, SENT_SUMS: Flows.one(0, nbytes, 2 * size)}
 
     def plan(self, message: Message) -> ChecksumPlan:  # noqa: ARG002
@@ -204,7 +205,7 @@ class _Reduced(_Moved):
 
 
 class _Use:
-    """The checksums of one operation, and its words for `settle`."""
+    """Checksums of one operation, and its words for `settle`."""
 
     __slots__ = ("_words", "at", "ledger", "sends")
 

@@ -1,4 +1,4 @@
-"""Steps of verified operations: operations of a library on a separate channel."""
+"""Steps of verified operations: a library's operations on a separate channel."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class VerifiedSteps:
     """Binds steps.
 
     Attributes:
-        backend, channel: the library, and its channel for steps alone.
+        backend, channel: the library, and a channel that only steps use.
     """
 
     def __init__(self, backend: Backend, channel: Channel) -> None:
         self.backend, self.channel = backend, channel
 
     def bind(self, signature: Signature) -> VerifiedStep:
-        """Return a step for operations of a signature. The caller keeps it: nothing is cached here."""
+        """Return a step for operations of a signature. Nothing is cached here: the caller keeps the step."""
         support = self.backend.supports(signature)
         if not support:
             raise BackendError(f"{self.backend.name} cannot run {signature.describe()}: {support.how}")
@@ -34,7 +34,7 @@ class VerifiedStep:
     """A bound step.
 
     Attributes:
-        start: hands a message to the library once its gate is open.
+        start: passes a message to the library once the gate is open.
     """
 
     __slots__ = ("_gate", "_has_passed", "signature", "start")
@@ -44,7 +44,7 @@ class VerifiedStep:
         self._has_passed = False
 
     def gate(self, message: Message) -> Poll | None:
-        """Return the library's step before a message; None if there is nothing to wait for."""
+        """Return the library's step before a message; None without such a step."""
         gate = self._gate
         if gate is None or (self._has_passed and not (gate.every or gate.again)):
             return None

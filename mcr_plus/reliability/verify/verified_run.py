@@ -1,12 +1,12 @@
-"""Run of a verified operation: its steps, and the checksums taken between them.
+"""Run a verified operation: its steps, and the checksums taken between steps.
 
 Operations that move data run unchanged. Reductions consist of such operations: ranks exchange values, each
-reduces its part in the order of ranks, and they gather the sums. So every transmitted byte has a checksum of
-all its bits; checksums of floating-point values could not predict the checksum of their sum.
+reduces its part in rank order, and they gather the sums. So every transmitted bit is covered by a checksum.
+(The checksum of a sum cannot be computed from checksums of floating-point addends.)
 
 A large broadcast, all_reduce or all_gather over gloo between hosts runs in pieces, so that checksums of one
-piece are taken while the library moves another; a broadcast or all_reduce over shared memory too, unless
-`checked` serves it.
+piece are taken while the library moves another. So does a broadcast or all_reduce over shared memory, unless
+`checked` supports it.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class VerifiedRuns:
     ) -> None:
         self._steps, self._compare = steps, compare
         self._rank, self._size = group.rank, group.size
-        # On busy cores, waiting for each piece costs more than it saves on one host. Between hosts the link
-        # is slower than the wait, but a library that moves data only when polled gains nothing.
+        # On one host with busy cores, waiting for each piece costs more than pieces save. Between hosts the
+        # link is slower than the wait, but a library that moves data only when polled gains nothing.
         in_pieces = steps.backend.rings or (between_hosts and not steps.backend.host_driven)
         self._piece = PIECE if in_pieces else _NO_PIECES
         self._gathers_in_pieces = in_pieces and not steps.backend.rings
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:
-        """Return how operations of a signature begin: checksums of the data sent first are taken at once."""
+        """Return the function that begins operations; it takes checksums of the data sent first at once."""
         kind, nbytes = signature.kind, signature.nbytes or 0
         if kind not in REDUCING:
             least = 2 * self._piece  # at least two pieces
@@ -165,7 +165,7 @@ class VerifiedRuns:
         return begin
 
     def _all_gather(self, signature: Signature) -> Begin:
-        """Return a run in pieces; each is copied to its place while the library moves the next one."""
+        """Return a run in pieces; a piece is copied to its place while the library moves the next one."""
         assert signature.dtype is not None
         size, width = self._size, signature.dtype.itemsize
         block = (signature.nbytes or 0) // size
@@ -223,7 +223,7 @@ class VerifiedRuns:
     def _memory(self, like: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
         """Return tensors of these sizes for one operation; only one runs at a time."""
         sizes = [-(-numel * like.element_size() // _LINE) * _LINE for numel in numels]
-        if self._scratch.numel() < sum(sizes):  # fresh pages cost more than the values in them
+        if self._scratch.numel() < sum(sizes):  # new pages cost more than the values in them
             self._scratch = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         tensors, at = [], 0
         for numel, nbytes in zip(numels, sizes, strict=True):
@@ -232,7 +232,7 @@ class VerifiedRuns:
         return tuple(tensors)
 
     def _all_reduce(self, signature: Signature) -> Begin:
-        """Return a run in pieces; the last one holds the remainder."""
+        """Return a run in pieces; the last piece is the remainder."""
         reduce_parts, size, rank = reduction(signature), self._size, self._rank
         assert signature.dtype is not None
         nbytes, width = signature.nbytes or 0, signature.dtype.itemsize
@@ -266,7 +266,8 @@ class VerifiedRuns:
             return run(value, out, ledger)
 
         def run(value: list[torch.Tensor], out: list[torch.Tensor], ledger: ChecksumTable) -> VerifiedRun:
-            # Two of each: while the sums of one piece are gathered, the values of the next one are exchanged.
+            # Two of each: while the sums of one piece are gathered, the values of the next piece are
+            # exchanged.
             memory = self._memory(value[0], *(parts_numel,) * 2, *(own_numel,) * 2)
             exchanged: Poll | None = None
             summed: Poll | None = None
@@ -405,11 +406,11 @@ def _parts(size: int, value: torch.Tensor, counts: tuple[int, ...] | None) -> Fl
 
 
 class _TablePool:
-    """The ledgers of a signature, one for each operation that was in progress at the same time."""
+    """Ledgers of a signature, one per concurrent operation."""
 
     def __init__(self, signature: Signature, plan: Callable[[Message], ChecksumPlan]) -> None:
         self._plan = plan
-        self._differs = signature.kind in VECTOR  # the plan differs from call to call
+        self._differs = signature.kind in VECTOR  # the plan differs between calls
         self._digest = signature.digest()
         self._known: ChecksumPlan | None = None
         self._free: list[ChecksumTable] = []
@@ -423,13 +424,13 @@ class _TablePool:
         return ChecksumTable(self._known, self._digest)
 
     def give_back(self, ledger: ChecksumTable) -> None:
-        """Take back the ledger of a successful operation."""
+        """Return the ledger of a successful operation to the pool."""
         if not self._differs:
             self._free.append(ledger)
 
 
 class _ReducedPiece:
-    """The two steps of a piece of an all_reduce; `own`: elements that this rank adds."""
+    """The two steps of a piece of an all_reduce. `own`: number of elements that this rank adds."""
 
     def __init__(
         self, steps: VerifiedSteps, signature: Signature, counts: tuple[int, ...], rank: int
@@ -443,23 +444,23 @@ class _ReducedPiece:
             exchange, gather = (derived(signature, kind) for kind in ("all_to_all_v", "all_gather_v"))
             self._exchange = {"input_counts": counts, "output_counts": (self.own,) * len(counts)}
             self._gather = {"output_counts": counts}
-        else:  # libraries copy less
+        else:  # libraries then copy less
             exchange, gather = (
                 derived(signature, kind, nbytes=nbytes) for kind in ("all_to_all", "all_gather")
             )
         self.exchanging, self.gathering = steps.bind(exchange), steps.bind(gather)
 
     def exchange(self, value: torch.Tensor, parts: torch.Tensor) -> Message:
-        """Return the message by which each rank gets its part of all ranks' values."""
+        """Return the message that brings each rank its part of all ranks' values."""
         return Message(self.exchanging.signature, (value,), (parts,), **self._exchange)
 
     def gather(self, sums: torch.Tensor, out: torch.Tensor) -> Message:
-        """Return the message by which all ranks get all sums."""
+        """Return the message that brings all sums to all ranks."""
         return Message(self.gathering.signature, (sums,), (out,), **self._gather)
 
 
 def _pieces(nbytes: int, piece: int) -> tuple[int, int]:
-    """Return the number of full pieces, and the bytes of a last one, up to twice the size."""
+    """Return the number of full pieces, and the bytes of the last piece, which may have twice the size."""
     repeats = max(0, nbytes // piece - 1)
     return repeats, nbytes - repeats * piece
 
@@ -478,7 +479,7 @@ def _through(step: VerifiedStep, message: Message) -> VerifiedRun:
 
 
 def derived(signature: Signature, kind: str, **changes: object) -> Signature:
-    """Return the signature of a step; it contains the operation's, so libraries keep steps apart."""
+    """Return the signature of a step, which contains the operation's, so that libraries keep steps apart."""
     fields: dict[str, object] = {
         "kind": kind, "nbytes": None, "reduce_op": None, "root": None, "algorithm": None, "parts": None,
         "key": None, "call": signature.as_call(), "counts_agreed": True,

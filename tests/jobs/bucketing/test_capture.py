@@ -1,4 +1,4 @@
-"""`mcr.capture` on real ranks: programs whose times and operations are known."""
+"""`mcr.capture` on real ranks, in programs with known times and operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOWER = 0.005  # seconds that the last layer of rank 1 sleeps longer in backwar
 
 
 class Asleep(torch.autograd.Function):
-    """The identity, which sleeps in its backward pass."""
+    """An identity that sleeps in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -55,7 +55,7 @@ def plain(step: CapturedStep) -> list[Any]:
 
 
 def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """How many hooks a model and its optimizer have."""
+    """Return the number of hooks of a model and its optimizer."""
     modules = sum(len(module._forward_pre_hooks) for module in model.modules())
     params = sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
     steps = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
@@ -63,7 +63,7 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def captured(hold: bool) -> dict[str, Any]:
-    """Runs on ranks: a wrapped model of three layers, and operations of the program itself."""
+    """Run on ranks: a wrapped model of three layers, and operations of the program itself."""
     torch.set_num_threads(1)
     with mcr.init(CONFIG) as comm:
         torch.manual_seed(1)
@@ -119,7 +119,7 @@ def test_captured_events_and_times_match_the_program(hold: bool) -> None:
         assert first[same] == other[same]
     assert first["apart"] == other["apart"] == 0.0
     assert (first["ranks"], first["nodes"]) == (2, 1)
-    assert first["groups"] == 3  # world, that of the reducer, and the program's own
+    assert first["groups"] == 3  # world, the reducer's group, and the program's own
     for value in (first, other):
         before, *during, after = value["hooks"]
         assert during[:3] == [before + 3 + 3 + 2] * 3
@@ -132,7 +132,7 @@ def test_captured_events_and_times_match_the_program(hold: bool) -> None:
 
 
 def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[str]]) -> None:
-    """Compare what is captured on a rank with what `captured` does."""
+    """Compare the events captured on a rank with the operations of `captured`."""
     ready: dict[str, float] = {}
     passed = 0.0
     for kind, *fields in events:
@@ -175,7 +175,7 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
 
 
 def refused() -> list[str]:
-    """Runs on ranks: what goes wrong, one after another in one job; what each rank is told."""
+    """Run on ranks: make mistakes one after another in one job; return the errors of each rank."""
     torch.set_num_threads(1)
     told: list[str] = []
     with mcr.init({**CONFIG, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "90s"}}]}) as comm:
@@ -199,7 +199,7 @@ def refused() -> list[str]:
             assert time.monotonic() - began < 45
             assert hooks_of(model, optimizer) == hooks
             assert not current().engine.hooks.bound
-            check = torch.ones(2)  # the job goes on
+            check = torch.ones(2)  # the job continues
             mcr.all_reduce(check)
             assert check.tolist() == [float(comm.size)] * 2
 
@@ -250,7 +250,7 @@ def test_a_capture_needs_a_job() -> None:
 
 
 def driven(backends: list[str]) -> list[Any]:
-    """Runs on ranks: the libraries that the program has to call, and what a capture says of the job."""
+    """Run on ranks; return the libraries that the program must call, and the capture's text about the job."""
     torch.set_num_threads(1)
     with mcr.init({**CONFIG, "backends": backends}) as comm:
         model: Any = nn.Linear(4, 4)
@@ -271,9 +271,9 @@ def test_capture_records_whether_the_caller_polls_a_library() -> None:
 
 
 def captured_apart() -> list[Any]:
-    """Runs on ranks: a trial of `plan: auto` in which the captures of ranks end in different passes.
+    """Run on ranks: a trial of `plan: auto` in which the ranks' captures end in different passes.
 
-    Returns what the capture says, the report of the trial, and what the capture knows of libraries.
+    Returns the capture's text, the report of the trial, and the capture's libraries.
     """
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""`mcr.compile`: gradients are those of the model as it is, and become ready part after part."""
+"""`mcr.compile`: gradients equal the eager model's and become ready part by part."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def model_of(kind: str) -> Model:
 
 
 def ready_in(model: nn.Module) -> list[str]:
-    """A list to which the names of parameters are added as their gradients become ready."""
+    """Return a list that collects the names of parameters as their gradients become ready."""
     seen: list[str] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -84,7 +84,7 @@ def ready_in(model: nn.Module) -> list[str]:
 
 
 def passes(model: nn.Module, twin: nn.Module, sizes: Sequence[int]) -> None:
-    """Both models do the same backward passes; raises where gradients differ."""
+    """Run the same backward passes on both models; raise if gradients differ."""
     for size in sizes:
         batch = torch.randint(11, (size, 3), generator=torch.Generator().manual_seed(size))
         for each in (model, twin):
@@ -98,7 +98,7 @@ def passes(model: nn.Module, twin: nn.Module, sizes: Sequence[int]) -> None:
 
 
 def parts_of(names: Sequence[str]) -> list[str]:
-    """Which parts gradients belong to, in the order in which they become ready: 0, 1, 2, or the head."""
+    """Return the parts (0, 1, 2, or the head) of gradients in the order in which they become ready."""
 
     def part(name: str) -> str:
         if name.startswith("blocks."):
@@ -109,7 +109,7 @@ def parts_of(names: Sequence[str]) -> list[str]:
 
 
 def compared(kind: str, cuts: Any, sizes: Sequence[int], backend: str = "aot_eager") -> list[str]:
-    """Compare a model with its eager twin; returns the order in which parts become ready in the last pass."""
+    """Compare a model with its eager twin; return the order in which parts become ready in the last pass."""
     model = model_of(kind)
     if backend == "inductor":
         model.double()  # fused operators round otherwise, which sums of large gradients show in float32
@@ -201,7 +201,7 @@ def test_blocks_are_the_children_of_containers() -> None:
     assert blocks(nn.Linear(2, 2)) == []
 
 
-@pytest.mark.filterwarnings("ignore")  # of what other backends import
+@pytest.mark.filterwarnings("ignore")  # from imports of other backends
 def test_invalid_arguments_of_compile_are_refused() -> None:
     model = model_of("plain")
     for cuts, said in (
@@ -225,7 +225,7 @@ def test_invalid_arguments_of_compile_are_refused() -> None:
 
 
 def trained(plan: str, cuts: str, wrap_first: bool, steps: int) -> dict[str, Any]:
-    """Runs on ranks: the report, and how far gradients are from the mean over ranks of an eager twin."""
+    """Run on ranks: the report, and the gradients' error against an eager twin's mean over ranks."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [
         {"fuse": {"plan": plan, "bucket": "2KiB"}},
@@ -245,7 +245,7 @@ def trained(plan: str, cuts: str, wrap_first: bool, steps: int) -> dict[str, Any
         for step in range(steps):
             twin.zero_grad()
             optimizer.zero_grad()
-            for turn in range(2 if step < 3 else 1):  # of which only the last is averaged
+            for turn in range(2 if step < 3 else 1):  # only the last turn is averaged
                 batches = [
                     torch.randint(
                         11, (4, 3), generator=torch.Generator().manual_seed(9 * step + turn + 99 * rank)
@@ -299,10 +299,9 @@ def test_cuts_are_chosen_in_the_job_alike_on_all_ranks(plan: str) -> None:
 
 
 class Slow:
-    """Stands for the compiled call of a model of `LAYERS` layers: some cuts make its forward pass slow.
+    """A stand-in for the compiled call of a model of `LAYERS` layers: some cuts make its forward pass slow.
 
-    By the clock of the reducer, which is a second ahead after each such pass: far above what a busy machine
-    adds to the others.
+    The reducer's clock gains a second in each slow pass: far more than a busy machine adds to the others.
     """
 
     def __init__(self, model: nn.Module, slow: str) -> None:
@@ -332,7 +331,7 @@ class Slow:
 
 
 def chosen(slow: str, plan: str) -> tuple[dict[str, Any], list[list[str]], tuple[str, ...]]:
-    """Runs on ranks: the report of a trial, the buckets, and the cuts after it."""
+    """Run on ranks; return the report of a trial, the buckets, and the cuts after it."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [{"fuse": {"plan": plan}}, {"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}) as comm:
@@ -386,7 +385,7 @@ class Branching(nn.Module):
 
 
 def branched(when: str, plan: str) -> tuple[float, list[str], list[str]]:
-    """Runs on ranks: a trial of cuts of a model with a layer that the first rank does not use meanwhile.
+    """Run on ranks: a trial of cuts of a model with a layer that the first rank does not use meanwhile.
 
     Returns how far gradients are from their mean over ranks in any pass, the names of the parameters in
     buckets after the trial, and of all.
@@ -432,9 +431,9 @@ def test_gradients_missing_from_a_capture_are_averaged(when: str, plan: str) -> 
 
 
 def captured_compiled(when: str) -> list[Any]:
-    """Runs on ranks: the graphs that are compiled of a model, and of those after a capture; and its events.
+    """Run on ranks; return the numbers of graphs compiled in all and after a capture, and its events.
 
-    `when`: the capture is the first thing that uses the model, or comes after some steps.
+    `when`: the capture is the first use of the model, or comes after some steps.
     """
     torch.set_num_threads(1)
     compiled: list[int] = []

@@ -42,7 +42,7 @@ def stages(plan: str) -> list[dict[str, Any]]:
 
 
 def trained_by(file: str, width: int = 5) -> list[Any]:
-    """Runs on ranks: the buckets, the report, the libraries in use, and the largest error of gradients."""
+    """Run on ranks: the buckets, the report, the libraries in use, and the largest error of gradients."""
     torch.set_num_threads(1)
     with mcr.init({"version": 1, "pipeline": stages(file)}) as comm:
         model = network(width)
@@ -84,7 +84,7 @@ def test_buckets_of_a_file_are_used_from_the_first_pass_on(tmp_path: Path) -> No
 
 
 def mixed(file: str) -> list[Any]:
-    """Runs on ranks: the buckets, the report, and gradients as sums of both ranks' inputs.
+    """Run on ranks; return the buckets, the report, and gradients as sums of both ranks' inputs.
 
     The second layer has another dtype, the third one is used by rank 1 alone, the fourth by no rank.
     """
@@ -130,7 +130,7 @@ def test_unused_gradients_follow_the_plan_and_dtypes_are_parted(tmp_path: Path) 
 
 
 def refused(folder: str) -> list[str]:
-    """Runs on ranks: what `mcr.wrap` raises with each of the folder's plans."""
+    """Run on ranks; return the error of `mcr.wrap` with each of the folder's plans."""
     found = []
     for file in sorted(Path(folder).iterdir()):
         with mcr.init({"version": 1, "pipeline": stages(str(file))}):
@@ -166,7 +166,7 @@ def test_a_plan_of_something_else_is_refused_on_all_ranks(tmp_path: Path) -> Non
 
 
 def with_table(plan: str, table: str) -> str:
-    """Runs on ranks: what wrapping a model raises under a plan and a table."""
+    """Run on ranks; return the error of wrapping a model under a plan and a table."""
     pipeline: list[dict[str, Any]] = [
         {"fuse": {"plan": plan}},
         {"select": {"table": table}},
@@ -203,7 +203,7 @@ def test_a_plan_for_more_ranks_is_refused_on_one(tmp_path: Path) -> None:
 
 
 class Swapping(nn.Module):
-    """Two layers, of which the one that comes last is chosen by pass."""
+    """Two layers whose order depends on the pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Swapping(nn.Module):
 
 
 def reordered(plan: str) -> float:
-    """Runs on ranks: gradients come in another order in the last passes; how far they are from the means."""
+    """Run on ranks: gradients come in another order in the last passes; return their errors."""
 
     def apart(_: AutoPlan, captured: Captured, __: Any) -> FoundPlan:
         return FoundPlan([(at, at + 1, 0) for at in range(len(captured.order))], 1.0, 0.5, True)
@@ -258,7 +258,7 @@ def test_later_change_of_order_is_logged_once_and_keeps_the_plan(plan: str, tmp_
 
 
 def elsewhere() -> list[Any]:
-    """Runs on ranks: the plan of a loaded state is that of a job of as many ranks on two nodes."""
+    """Run on ranks: load a state with the plan of a job of as many ranks on two nodes."""
     found: list[Any] = []
     model = network()
     saved = plan_of(model, 2, NAMES).model_dump(mode="json")
@@ -305,7 +305,7 @@ def test_files_that_are_no_plan_are_refused_with_their_place(tmp_path: Path) -> 
 
 
 def resumed(late: bool) -> list[Any]:
-    """Runs on ranks: a trial, and then a job that has loaded its state, before or after wrapping.
+    """Run on ranks: a trial, and then a job that has loaded its state, before or after wrapping.
 
     Returns both reports, and whether the second job went on with a trial; then the same for another model.
     """
@@ -318,7 +318,7 @@ def resumed(late: bool) -> list[Any]:
     torch.set_num_threads(1)
     found: list[Any] = []
     state: Any = None
-    # Whichever is faster stays; that any is kept is what counts here.
+    # Whichever is faster stays; this test only asks that one is kept.
     with patch.object(AutoPlan, "_searched", one_by_one), patch.object(auto_plan, "ROUNDS", 1):
         for width, passes in ((5, 14), (5, 2), (6, 2)):
             with mcr.init({"version": 1, "pipeline": stages("auto")}) as comm:
@@ -350,4 +350,4 @@ def test_loaded_state_restores_the_plan_without_a_trial(late: bool) -> None:
     assert used == chosen == tried["buckets"]
     assert not again
     assert anew is None
-    assert begun  # another model is planned anew
+    assert begun  # another model is planned again

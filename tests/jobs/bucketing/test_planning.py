@@ -69,7 +69,7 @@ def test_dtypes_are_planned_apart_and_sent_as_they_become_ready() -> None:
 
 
 def test_codecs_are_weighed_by_the_operations_that_move_their_payloads() -> None:
-    """By hand: a matrix of 100 × 50 and 9 values, on 4 ranks; factors of rank 4; blocks as they are."""
+    """A matrix of 100 × 50 and 9 values, on 4 ranks; factors of rank 4; blocks unchanged."""
     numel, shapes = 5009, ((100, 50), (9,))
     bucket = Signature(
         "all_reduce", torch.float32, (numel,), 4 * numel, "world", 4, reduce_op="AVG", parts=shapes
@@ -91,7 +91,7 @@ def test_codecs_are_weighed_by_the_operations_that_move_their_payloads() -> None
 
 
 def weighed(table: str) -> list[list[float]]:
-    """Runs on ranks: seconds of 1 MiB by `all_reduce_costs` and by the pipeline's steps, for each codec."""
+    """Run on ranks: seconds of 1 MiB by `all_reduce_costs` and by the pipeline's steps, for each codec."""
     found = []
     for codec in ("none", "bf16", "int8_block"):
         stages: list[Any] = [{"fuse": {"plan": "exact"}}, {"compress": {"codec": codec}}, {"dispatch": {}}]
@@ -119,7 +119,7 @@ def test_a_codec_of_the_pipeline_is_weighed_once(tmp_path: Path) -> None:
 
 
 def trained(table: str) -> dict[str, Any]:
-    """Runs on ranks: buckets by pass, and how far gradients are from the mean over ranks."""
+    """Run on ranks; return buckets by pass, and how far gradients are from the mean over ranks."""
     torch.set_num_threads(1)
     stages = [{"fuse": {"plan": "exact"}}, {"select": {"table": table}}, {"dispatch": {"timeout": "30s"}}]
     buckets, worst = [], 0.0
@@ -134,7 +134,7 @@ def trained(table: str) -> dict[str, Any]:
             optimizer.zero_grad()
             for each in twin:
                 each.zero_grad()
-            for turn in range(2):  # of which only the second is averaged
+            for turn in range(2):  # only the second turn is averaged
                 for rank, each in enumerate(twin):
                     batch = torch.randn(
                         8, 40, generator=torch.Generator().manual_seed(10 * step + turn + 100 * rank)
@@ -156,7 +156,7 @@ def trained(table: str) -> dict[str, Any]:
 
 
 def test_the_times_of_a_table_determine_buckets(tmp_path: Path) -> None:
-    """Dear operations travel together, cheap ones as soon as they can."""
+    """Expensive operations share buckets; cheap ones start as soon as they can."""
     sizes = {}
     for name, small, large in (("dear", 1e6, 1.001e6), ("cheap", 0.001, 1e6)):
         table = tmp_path / f"{name}.yaml"
@@ -173,7 +173,7 @@ def test_the_times_of_a_table_determine_buckets(tmp_path: Path) -> None:
 
 
 def without_figures() -> str:
-    """Runs on ranks: a pipeline without measured costs."""
+    """Run on ranks: a pipeline without measured costs."""
     stages: list[dict[str, Any]] = [{"fuse": {"plan": "exact"}}, {"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}):
         model = nn.Linear(3, 3)
@@ -191,7 +191,7 @@ def test_an_exact_plan_needs_a_table_with_times() -> None:
 
 
 def given(plan: str, rules: list[dict[str, Any]], compressed: bool) -> list[Any]:
-    """Runs on ranks: the error of a plan's file, or the codecs of gradients and of the end of the pass."""
+    """Run on ranks: the error of a plan's file, or the codecs of gradients and of the end of the pass."""
     compress: list[dict[str, Any]] = [{"compress": {}}] if compressed else []
     stages: list[dict[str, Any]] = [{"fuse": {"plan": plan}}, *compress, {"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages, "rules": rules}):
@@ -231,7 +231,7 @@ def test_codecs_of_a_plan_from_a_file(
 
 
 def refused(fuse: dict[str, Any]) -> str:
-    """Runs on ranks: the error of `mcr.wrap`, or of `mcr.init`."""
+    """Run on ranks; return the error of `mcr.wrap`, or of `mcr.init`."""
     compress: list[dict[str, Any]] = [{"compress": {}}] if fuse.pop("compressed", True) else []
     stages: list[dict[str, Any]] = [{"fuse": fuse}, *compress, {"select": {}}, {"dispatch": {}}]
     try:
@@ -260,10 +260,10 @@ def test_codecs_that_a_plan_cannot_choose(fuse: dict[str, Any], message: str) ->
 
 
 def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
-    """Runs on ranks: `plan: auto` where the buckets of one plan, `searched` or `by size`, take 50 ms more.
+    """Run `plan: auto` on ranks; the buckets of one plan, `searched` or `by size`, take 50 ms more.
 
-    Returns the report, the buckets of the last pass, how far gradients are from the mean over ranks, the
-    codecs of the last pass, those of a job that continues from this one's state, and a sum of gradients.
+    Returns the report, the buckets of the last pass, the gradients' error against the mean over ranks, the
+    codecs of the last pass, the codecs of a job that continues from this job's state, and a sum of gradients.
     """
     torch.set_num_threads(1)
     send, after, delays = Reducer._send_complete, AutoPlan.after, False
@@ -280,7 +280,7 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
         send(reducer)
 
     def quick(plan: AutoPlan, began: float, ready: Any, computed: float, ended: float, order: Any) -> Any:
-        """Leave out what other work on the machine has added to a pass that was not delayed."""
+        """Subtract the time that other work on the machine has added to a pass without delay."""
         return after(plan, began, ready, computed, ended if delays else min(ended, began + 0.01), order)
 
     def apart(captured: Captured, libraries: Any) -> FoundPlan:  # whatever is better, so that plans differ
@@ -360,7 +360,7 @@ def test_auto_plan_keeps_the_plan_with_faster_measured_steps(
 
 
 def hierarchically() -> dict[str, Any]:
-    """Runs on four ranks, as if on two nodes: the searched plan leaves its buckets to the pipeline."""
+    """Run on four ranks, as if on two nodes: the searched plan leaves its buckets to the pipeline."""
     torch.set_num_threads(1)
     nodes = {"nodes": [[0, 1], [2, 3]], "min": 0, "kinds": ["all_reduce"]}
     stages: list[dict[str, Any]] = [
@@ -402,7 +402,7 @@ def test_a_plan_may_leave_buckets_to_a_hierarchical_pipeline() -> None:
 
 
 def searched_for() -> dict[str, Any] | None:
-    """Runs on ranks: a whole trial of whatever the search finds; returns the report."""
+    """Run on ranks: a whole trial of the plans that the search finds; return the report."""
     torch.set_num_threads(1)
     with mcr.init({"version": 1, "pipeline": [{"fuse": {"plan": "auto"}}, {"select": {}}, {"dispatch": {}}]}):
         model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -474,10 +474,10 @@ class Distant:
 def test_the_probe_keeps_to_its_time_on_every_link(
     latency: float, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """10 Mbit/s, 100 Mbit/s and 1 Gbit/s: what there is no time for is extrapolated."""
+    """At 10 Mbit/s, 100 Mbit/s and 1 Gbit/s, points that the time does not allow are extrapolated."""
     distant: Any = Distant(latency, rate)
     monkeypatch.setattr(probing, "perf_counter", lambda: distant.now)
-    monkeypatch.setattr(probing, "_EDGE", 1)  # no work for the cores, as it takes no time of this clock
+    monkeypatch.setattr(probing, "_EDGE", 1)  # no work for the cores: it takes no time of this clock
     sizes = np.array([64 << 10, 1 << 20, 25 << 20])
     began = distant.now
     found = probe(
@@ -490,7 +490,7 @@ def test_the_probe_keeps_to_its_time_on_every_link(
 
 
 def left_alone() -> list[Any]:
-    """Runs on ranks: gradients that `plan: auto` is not for, and models that it has nothing to plan in."""
+    """Run on ranks: gradients that `plan: auto` excludes, and models without anything to plan."""
     found = []
     for codec, dtypes in (("topk", "ff"), (None, "fd"), (None, "")):
         compress: list[dict[str, Any]] = (
@@ -524,9 +524,10 @@ def test_auto_plan_falls_back_to_buckets_by_size_for_unsupported_gradients() -> 
 
 
 def given_up(why: str) -> tuple[list[Any], list[int], float]:
-    """Runs on ranks: a search that fails on the first rank, or passes in which it has a stale gradient.
+    """Run on ranks: a search fails on the first rank, or its passes have a stale gradient.
 
-    Returns whether a trial goes on after each pass, the buckets of each, and the largest error of gradients.
+    Returns whether a trial is running after each pass, the buckets of each pass, and the largest error of
+    gradients.
     """
 
     def fails(*_: Any) -> FoundPlan:
@@ -571,7 +572,7 @@ def test_failed_search_restores_buckets_by_size_on_all_ranks(why: str, passes: i
 
 
 def left_out() -> list[str]:
-    """Runs on ranks: what is raised by a plan that leaves a gradient out, and by one that has one twice."""
+    """Run on ranks; return the errors of a plan without a gradient and of one with a gradient twice."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [
         {"fuse": {"plan": "auto"}},
@@ -605,7 +606,7 @@ def test_plans_with_missing_or_duplicate_gradients_are_refused() -> None:
 
 
 class Gated(nn.Module):
-    """Two layers that are always used, one that some passes use, one that none does, and a frozen one."""
+    """Two layers of every pass, one layer of some passes, an unused layer, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -622,10 +623,10 @@ class Gated(nn.Module):
 
 
 def irregular() -> list[Any]:
-    """Runs on ranks: a trial whose passes accumulate and use other layers on other ranks.
+    """Run on ranks: a trial whose passes accumulate and use different layers on different ranks.
 
-    Every operation is compared. Returns the report, the buckets, a hash of all operations in their order as
-    this rank has sent them, and how far gradients are from the means of what the ranks have computed.
+    Every operation is compared. Returns the report, the buckets, a hash of all operations in the order in
+    which this rank sent them, and the gradients' error against the means over ranks.
     """
 
     def apart(_: AutoPlan, captured: Captured, libraries: Any) -> FoundPlan:
@@ -650,7 +651,7 @@ def irregular() -> list[Any]:
         mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
         def uses(step: int, rank: int) -> bool:
-            """Of the first rank in the first and the last passes, of others in every second one."""
+            """Return whether a pass uses it: rank 0's first and last passes, every second pass elsewhere."""
             return step % 2 == 0 if rank else step < 2 or step > 22
 
         with mcr.record() as log:

@@ -1,4 +1,4 @@
-"""Steps from traces of torch's profiler over gloo, compared with what the profiled program did."""
+"""Steps from traces of torch's profiler over gloo, compared with the profiled program."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Slow(nn.Module):
 
 
 def profiled(folder: str, with_steps: bool) -> None:
-    """Runs on ranks: four steps of DDP and operations of their own, under the profiler; rank 1 is late."""
+    """Run on ranks: four steps of DDP and operations of their own, under the profiler; rank 1 is late."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*[Slow() for _ in range(LAYERS)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # The clock of the program: from the end of a step to the first gradient of the next one, so that
-    # what other work on the machine and the profiler itself add is in it.
+    # The clock of the program: from the end of a step to the first gradient of the next one, so that it
+    # includes the time of other work on the machine and of the profiler itself.
     ended, first, until_first = time.perf_counter(), False, []
 
     def on_gradient(_parameter: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ def profiled(folder: str, with_steps: bool) -> None:
         optimizer.step()
 
     step()
-    step()  # with the second, DDP has made its buckets anew
+    step()  # in the second step DDP rebuilds its buckets
     graph = ExecutionTraceObserver()
     graph.register_callback(f"{folder}/graph{rank}.json")
     with profile(

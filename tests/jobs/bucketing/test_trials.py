@@ -23,7 +23,7 @@ def wrapped(group: mcr.Communicator | None = None) -> Any:
 
 
 def trained(models: dict[str, Any], rounds: int) -> dict[str, list[int]]:
-    """Train models in turns; returns the rounds after which the trial of each had begun and had not ended."""
+    """Train models in turns; return, by model, the rounds after which its trial was running."""
     running: dict[str, list[int]] = {name: [] for name in models}
     for number in range(rounds):
         for name, model in models.items():
@@ -35,7 +35,7 @@ def trained(models: dict[str, Any], rounds: int) -> dict[str, list[int]]:
 
 
 def of_all_ranks() -> dict[str, list[int]]:
-    """Runs on ranks: two models of all ranks."""
+    """Run on ranks: two models of all ranks."""
     torch.set_num_threads(1)
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}):
         return trained({name: wrapped() for name in ("one", "other")}, 60)
@@ -54,7 +54,7 @@ def test_models_that_are_trained_in_turns_try_plans_one_after_the_other() -> Non
 
 
 def of_overlapping_groups() -> dict[str, list[int]]:
-    """Runs on three ranks: a model of ranks 0 and 1, one of ranks 1 and 2, and one of all ranks."""
+    """Run on three ranks: a model of ranks 0 and 1, one of ranks 1 and 2, and one of all ranks."""
     torch.set_num_threads(1)
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}) as comm:
         models: dict[str, Any] = {}
@@ -68,7 +68,7 @@ def of_overlapping_groups() -> dict[str, list[int]]:
 
 @pytest.mark.long
 def test_groups_that_share_ranks_agree_on_whose_trial_runs() -> None:
-    """Rank 2 has no part in the trial of ranks 0 and 1, and yet its own one has to wait for it."""
+    """Rank 2 takes no part in the trial of ranks 0 and 1, but its own trial must wait for theirs."""
     results = [each.value for each in run_ranks(of_overlapping_groups, 3, via="torch", timeout=180)]
     by_model: dict[str, list[list[int]]] = {}
     for found in results:
@@ -82,7 +82,7 @@ def test_groups_that_share_ranks_agree_on_whose_trial_runs() -> None:
 
 
 def of_an_unused_model() -> int | None:
-    """Runs on ranks: a model is not trained any more during its trial; the round when another one begins."""
+    """Run on ranks: stop training a model during its trial; return the round when another trial begins."""
     torch.set_num_threads(1)
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}):
         unused = wrapped()

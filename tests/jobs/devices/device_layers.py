@@ -1,7 +1,7 @@
-"""What stands above calls, on tensors of a device: layouts, experts, gradients, weights, outer steps, FSDP.
+"""The layers above calls on tensors of a device: layouts, experts, gradients, weights, outer steps, FSDP.
 
-Inputs come late on the current stream. Oracles are numpy's, or closed forms; where a program is too long for
-one, the same on CPU tensors in one process.
+Inputs come late on the current stream. Oracles are NumPy's results or closed forms; for long programs, the
+same program on CPU tensors in one process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OUTER: Final[tuple[dict[str, Any] | None, ...]] = (
 
 
 def late(values: torch.Tensor) -> torch.Tensor:
-    """A copy on the device that is written late on the current stream; it holds zeros before that."""
+    """Return a copy on the device that is written late on the current stream; until then it holds zeros."""
     made = torch.zeros(values.shape, dtype=values.dtype, device=DEVICE)
     if DEVICE == "cpu":
         return made.copy_(values)
@@ -48,7 +48,7 @@ def late(values: torch.Tensor) -> torch.Tensor:
 
 
 def layouts(comm: mcr.Communicator, failures: Failures) -> None:
-    """Rows become columns, and one rank's tensor becomes everybody's."""
+    """Redistribute rows to columns, and one rank's tensor to all ranks."""
     ranks, size = range(comm.size), comm.size
     for rows, columns in ((5, 8), (301, 94)):
         shape = (rows, columns)
@@ -83,7 +83,7 @@ def experts(comm: mcr.Communicator, failures: Failures) -> None:
 
 
 def gradients(comm: mcr.Communicator, failures: Failures) -> None:
-    """What follows a sum is the same on all ranks, so its gradient is taken as it is."""
+    """Take the gradient of a sum unchanged: all ranks compute the same from the sum."""
     leaf = late(torch.tensor([1.0, 2.0, 3.0])).requires_grad_()
     (autograd.all_reduce(leaf * leaf * (comm.rank + 1)) * 3).sum().backward()
     assert leaf.grad is not None
@@ -92,7 +92,7 @@ def gradients(comm: mcr.Communicator, failures: Failures) -> None:
 
 
 def weights(comm: mcr.Communicator, failures: Failures) -> None:
-    """Every version has the bits of the source, whose changes all ranks can compute."""
+    """Every version has the source's bits; all ranks can compute the source's changes."""
     model, twin = sync_jobs.Model().to(DEVICE), sync_jobs.Model()
     if comm.rank:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Programs of simulated devices on a GPU: those with arrays, by CuPy, and those with the codec delta."""
+"""Programs of simulated devices on a GPU: programs with CuPy's arrays, and programs with the codec delta."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE: Final = 200_000  # cycles of a GPU for which values are late, about a tent
 
 
 def arrays_in_order(comm: mcr.Communicator, backend: str, failures: Failures) -> None:
-    """Run all programs on a library, and compare what they read."""
+    """Run all programs on a library, and compare their results."""
     for program, give in ARRAY_PROGRAMS.items():
         read = program(CupyRank(comm), backend=backend)
         wanted = give(comm.rank, comm.size)
@@ -63,7 +63,7 @@ class GpuRank:
 
 
 class CupyRank(GpuRank):
-    """One whose streams are CuPy's."""
+    """A rank with CuPy's streams."""
 
     def __init__(self, comm: mcr.Communicator) -> None:
         super().__init__(comm)
@@ -80,7 +80,7 @@ class CupyRank(GpuRank):
 
 
 class CupyLibrary:
-    """CuPy, whose values are late on its current stream."""
+    """CuPy; values come late on its current stream."""
 
     def __init__(self, cupy: Any, states: bool) -> None:
         self.cupy, self.states = cupy, states
@@ -102,7 +102,7 @@ class CupyLibrary:
 
 
 class CupyArray:
-    """An array of CuPy, which states its stream, or has DLPack alone."""
+    """Return an array of CuPy that states its stream, or has DLPack alone."""
 
     def __init__(self, library: CupyLibrary, array: Any) -> None:
         self.library, self.array = library, array

@@ -1,8 +1,9 @@
-"""What ranks with tensors on a device do; all may share one. `test_gpu_jobs` starts them with CUDA tensors,
-`test_openreg` with those of a simulated device.
+"""Programs of ranks with tensors on a device, which all ranks may share.
 
-Oracles are numpy's sums of inputs that all ranks can compute, and, for codecs, the same calls on CPU tensors,
-whose results have oracles of their own in other tests.
+`test_gpu_jobs` starts them with CUDA tensors, `test_openreg` with tensors of a simulated device.
+
+Oracles are NumPy's sums of inputs that all ranks can compute. For codecs the oracles are the same calls on
+CPU tensors, which other tests compare with oracles of their own.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ SECTIONS: Final = (
 
 
 def reports(library: str, launch: str) -> None:
-    """The parts of a launch, each in a job of its own; what each has found is printed at once."""
+    """Run the parts of a launch, each in a job of its own; print the findings of each at once."""
     run_parts(library, {n: part for n, part in PARTS[launch].items() if n not in LACKING.get(library, ())})
 
 
 def run_parts(library: str, parts: Mapping[str, Part]) -> None:
-    """Likewise, of these parts."""
+    """Do the same for these parts."""
     late_streams.begin()
     for name, part in parts.items():
         failures, began = Failures(), time.perf_counter()
@@ -85,7 +86,7 @@ def run_parts(library: str, parts: Mapping[str, Part]) -> None:
 
 
 def check_part(results: Sequence[Any], name: str) -> None:
-    """Check what the ranks of a launch have printed about a part."""
+    """Check the output of a launch's ranks about a part."""
     for result in results:
         lines = (line for line in result.stdout.splitlines() if line.startswith("{"))
         found = {report["part"]: report for report in map(json.loads, lines)}
@@ -110,7 +111,7 @@ def with_host(backends: Sequence[str]) -> list[str]:
 
 
 def _sampled(cases: Iterator[Case], every: int, rank_sizes: dict[str, int]) -> Iterator[Case]:
-    """Every so many cases that the library has."""
+    """Return every n-th of the library's cases."""
     yield from islice((case for case in cases if _possible(case, rank_sizes[case.group])), 0, None, every)
 
 
@@ -154,9 +155,9 @@ def _table(
 
 
 def _codecs(backends: Sequence[str], failures: Failures) -> None:
-    """Codecs on the GPU: what the same calls give on the CPU, several times, so that residuals count.
+    """Compare codecs on the GPU with the same calls on the CPU, several times, so that residuals count.
 
-    Codecs that draw random numbers draw others on a GPU; the first results of these have bounds.
+    Codecs with random numbers draw other numbers on a GPU; only their first results are checked, by bounds.
     """
     library = backends[0]
     host = "gloo" if library == "nccl" else library
@@ -198,7 +199,7 @@ def _rounded(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) -
 
 
 def _picked(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) -> str | None:
-    """Some elements are summed, the same on all ranks."""
+    """Check sums of some elements, the same elements on all ranks."""
     kept, exact = got != 0, sum(given)
     if abs(int(kept.sum()) - got.size * 0.05) > 1 + int(np.sum(exact == 0)):
         return f"{int(kept.sum())} of {got.size} elements"
@@ -206,7 +207,7 @@ def _picked(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) ->
 
 
 def _projected(got: np.ndarray[Any, Any], given: Sequence[np.ndarray[Any, Any]]) -> str | None:
-    """The sum, projected onto the columns of the result, of which two are independent."""
+    """Return the sum, projected onto the result's columns, two of which are independent."""
     left, values, _ = np.linalg.svd(got)
     exact = np.asarray(sum(given))
     scale = float(values[0])
@@ -222,7 +223,7 @@ RANDOM: Final = {"bf16": _rounded, "randk": _picked, "powersgd": _projected}
 def _encoded(
     backends: Sequence[str], device: str, library: str, failures: Failures
 ) -> dict[_Encoded, torch.Tensor]:
-    """The results of all codecs and sizes on a device, in a job of its own."""
+    """Return the results of all codecs and sizes on a device, in a job of its own."""
     results = {}
     with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         for config, count, turn in product(CODECS, (4096, 70_001), range(3)):
@@ -253,13 +254,13 @@ def _fsdp(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _delta(backends: Sequence[str], failures: Failures) -> None:
-    """The codec delta, whose payloads have lengths that are known once they are encoded."""
+    """Test the codec delta: the lengths of its payloads are known once they are encoded."""
     with mcr.init(backends=[*backends, *({"gloo"} - set(backends))], timeout=TIMEOUT) as comm:
         delta_in_order(comm, backends[0], failures)
 
 
 def _streams(backends: Sequence[str], failures: Failures) -> None:
-    """Operations wait for the stream that computes their inputs, streams for results, nobody else."""
+    """Operations wait only for the stream that computes their inputs, and streams only for results."""
     with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         side = late_streams.stream()
         for backend in backends:
@@ -271,7 +272,7 @@ def _streams(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _late_input(comm: mcr.Communicator, backend: str, turn: int, failures: Failures) -> None:
-    """An input that is computed late, a result that is used at once, and memory that is used again."""
+    """Test an input that is computed late, a result that is used at once, and memory that is reused."""
     count = (1, 1000, 300_001)[turn % 3]
     source = zeros(count)
     value = torch.tensor(inputs(torch.float32, comm.rank, (count,), turn), dtype=torch.float32).to(DEVICE)
@@ -286,7 +287,7 @@ def _late_input(comm: mcr.Communicator, backend: str, turn: int, failures: Failu
 
 
 def _in_flight(comm: mcr.Communicator, backend: str, side: Any, failures: Failures) -> None:
-    """Several operations from two streams, waited for on the other one, without handles for their memory."""
+    """Issue operations from two streams, each waited for on the other, without handles for their memory."""
     flying, here = [], late_streams.current()
     for turn in range(8):
         with late_streams.under(side if turn % 2 else here):
@@ -326,7 +327,7 @@ def _mixed(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _fused(backends: Sequence[str], failures: Failures) -> None:
-    """Small operations that travel as one, with and without a codec."""
+    """Test small operations that are fused, with and without a codec."""
     for codec in (None, "bf16"):
         stages: list[dict[str, Any]] = [{"fuse": {}}]
         stages += [{"compress": {"codec": codec}}] if codec else []
@@ -358,7 +359,7 @@ def _batch(rank: int) -> torch.Tensor:
 
 
 def _expected_gradients(size: int) -> list[torch.Tensor]:
-    """In one process on the CPU in float64: the gradient of the mean of the ranks' losses."""
+    """Return the gradient of the mean of the ranks' losses, computed in one process on the CPU in float64."""
     model = _small_model().double()
     loss = torch.stack([model(_batch(rank).double()).square().mean() for rank in range(size)]).mean()
     loss.backward()
@@ -366,7 +367,7 @@ def _expected_gradients(size: int) -> list[torch.Tensor]:
 
 
 def _training(backends: Sequence[str], failures: Failures) -> None:
-    """Gradients in `mcr.wrap`, with and without a codec."""
+    """Test gradients in `mcr.wrap`, with and without a codec."""
     for codec, error in ((None, 1e-5), ("bf16", 2e-2), ("int8_block", 2e-2)):
         stages = [{"compress": {"codec": codec}}] if codec else []
         config = {
@@ -391,7 +392,7 @@ def _compare_gradients(name: str, model: nn.Module, size: int, error: float, fai
 
 
 def _in_torch(backends: Sequence[str], failures: Failures) -> None:
-    """torch's DDP and its functions on tensors of the device, with the backend `mcr`."""
+    """Test torch's DDP and its functions on tensors of the device, with the backend `mcr`."""
     with group_of_torch(with_host(backends)) as (rank, size):
         model = DistributedDataParallel(_small_model().to(DEVICE))
         for _ in range(3):
@@ -412,7 +413,7 @@ def _in_torch(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _cupy(backends: Sequence[str], failures: Failures) -> None:
-    """CuPy's arrays where they lie, in the order of CuPy's current stream."""
+    """Test operations on CuPy's arrays in place, in the order of CuPy's current stream."""
     if find_spec("cupy") is None:
         failures.expect("no CuPy here", True)
         return

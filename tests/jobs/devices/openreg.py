@@ -1,7 +1,7 @@
 """torch's simulated accelerator, `torch_openreg`, with copies that run on streams.
 
 Its streams are threads, and its memory is protected from the host, so that code that reads it through a
-pointer ends the process. But its kernels run at once, whatever is enqueued on the current stream. After
+pointer ends the process. But its kernels run at once, even if the current stream has pending work. After
 `simulate`, copies that need not be waited for run on the current stream, and all other kernels first wait for
 that stream, so values that are read too early are wrong, as on a real device.
 """
@@ -35,7 +35,7 @@ class _Function(ctypes.Structure):
 
 
 def missing() -> str | None:
-    """Why there is no simulated accelerator here; None if there is one."""
+    """Return the reason why there is no simulated accelerator here, or None."""
     spec = find_spec("torch_openreg")
     if spec is None or spec.origin is None:
         return "torch_openreg is not installed (docs/gpu.md)"
@@ -58,7 +58,7 @@ def _library() -> Any:
 
 
 class _Queue:
-    """A stream whose handle is known, and which does work in the order of one of torch's streams."""
+    """A stream with a known handle that works in the order of one of torch's streams."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._handle = ctypes.c_void_p()
@@ -71,7 +71,7 @@ class _Queue:
 
     @contextmanager
     def in_order_of(self, stream: torch.Stream) -> Iterator[ctypes.c_void_p]:
-        """The handle, for work behind what `stream` has by now and before what it will have."""
+        """Return the handle for work after `stream`'s present work and before its future work."""
         self._queue.wait_stream(stream)
         yield self._handle
         stream.wait_stream(self._queue)
@@ -90,7 +90,7 @@ def _queue_of(stream: torch.Stream) -> _Queue:
 
 
 def _keep(stream: torch.Stream, used: object) -> None:
-    """Keep what `stream` uses, as memory that a device frees is not used by others before that."""
+    """Keep the memory that `stream` uses until it is done: a device reuses freed memory no earlier."""
     while _used and _used[0][0].query():
         _used.popleft()
     _used.append((stream.record_event(torch.Event(stream.device)), used))
@@ -131,7 +131,7 @@ def under(stream: torch.Stream) -> Iterator[None]:
 
 
 def late(values: Any) -> torch.Tensor:
-    """A tensor of float32 whose values come late on the current stream; it holds zeros before that."""
+    """Return a float32 tensor whose values come late on the current stream; until then it holds zeros."""
     host = torch.tensor(values, dtype=torch.float32).pin_memory()
     made = torch.zeros(host.shape, device="openreg")
     delay()
@@ -140,7 +140,7 @@ def late(values: Any) -> torch.Tensor:
 
 @contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
-    """Let a stream do nothing of what it is given in the block before the block ends."""
+    """Hold back the work that a stream is given in the block until the block ends."""
     released = threading.Event()
     enqueue(stream, lambda: released.wait(30))
     try:
@@ -195,7 +195,7 @@ def simulate() -> None:
 
 
 def _is_flat(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether a copy is one of bytes."""
+    """Return whether a copy moves plain bytes."""
     alike = source.shape == target.shape and source.dtype == target.dtype and source.numel() > 0
     lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
     return alike and not lazy and source.is_contiguous() and target.is_contiguous()

@@ -1,4 +1,4 @@
-"""What ranks with tensors on torch's simulated accelerator do; `test_openreg` starts them."""
+"""Programs of ranks with tensors on torch's simulated accelerator; `test_openreg` starts them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rank:
 
 
 def _programs(setting: Setting, backends: Sequence[str], failures: Failures) -> None:
-    """The programs of simulated devices, in a setting of theirs, on another library."""
+    """Run the programs of simulated devices on another library, in one of their settings."""
     pipeline = setting.config["pipeline"]
     config = {"version": 1, "backends": gpu_jobs.with_host(backends), "pipeline": pipeline}
     with mcr.init(config, timeout=TIMEOUT) as comm:
@@ -74,7 +74,7 @@ def _programs(setting: Setting, backends: Sequence[str], failures: Failures) -> 
 
 
 def _held(backends: Sequence[str], failures: Failures) -> None:
-    """An operation whose values are late has not begun; one of another stream and library overtakes it."""
+    """Test that an operation with late values waits, and one of another stream and library overtakes it."""
     count, names = 1000, gpu_jobs.with_host(backends)
     with mcr.init(backends=names, timeout=TIMEOUT) as comm:
         side, wanted = torch.Stream("openreg"), sum(range(1, comm.size + 1))
@@ -100,7 +100,7 @@ def _held(backends: Sequence[str], failures: Failures) -> None:
 
 
 def _refused(backends: Sequence[str], failures: Failures) -> None:
-    """What is CUDA's alone is refused by name."""
+    """Test that features of CUDA alone are refused by name."""
     with mcr.init(backends=gpu_jobs.with_host(backends), timeout=TIMEOUT) as comm:
         x = torch.ones(3, device="openreg")
         call, known = partial(comm.all_reduce, x.to("meta")), "device meta; known: cpu, cuda, openreg"

@@ -22,7 +22,7 @@ LIBRARIES: Final = ("gloo", "msccl", "mpi", "nccl")
 
 
 def _missing(library: str) -> str | None:
-    """Why two ranks on this machine cannot use a library."""
+    """Return the reason why two ranks on this machine cannot use a library."""
     if library == "mpi" and not mpi_usable():
         return "needs mpi4py and an MPI launcher"
     if library == "nccl" and torch.cuda.device_count() < 2 and load().version < (2, 30):
@@ -32,7 +32,7 @@ def _missing(library: str) -> str | None:
 
 @cache
 def launched(library: str, launch: str) -> list[RankResult]:
-    """All parts of a launch."""
+    """Launch all parts; return their output."""
     settings = {"MCR_TEST_DEVICE": "cuda", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
     try:
         return run_ranks(

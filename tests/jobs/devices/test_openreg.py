@@ -22,7 +22,7 @@ LIBRARIES: Final = ("gloo", "msccl", "mpi")
 
 @cache
 def launched(library: str, launch: str) -> list[RankResult]:
-    """All parts of a launch."""
+    """Launch all parts; return their output."""
     try:
         return run_ranks(
             openreg_jobs.reports,

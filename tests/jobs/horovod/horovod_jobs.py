@@ -1,4 +1,4 @@
-"""What ranks do in test_horovod: Horovod's operations against float64 NumPy over the inputs of all ranks."""
+"""Programs of test_horovod's ranks: Horovod's operations compared with float64 NumPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES: Final = ((), (7,), (5, 3), (0, 4))
 
 
 def values(rank: int, *shape: int, salt: int = 0) -> Array:
-    """A rank's input: whole numbers, so that sums are exact in every dtype, both signs."""
+    """Return a rank's input: whole numbers, so that sums are exact in every dtype, both signs."""
     return np.random.default_rng(1000 * salt + rank).integers(-9, 10, shape).astype(np.float64)
 
 
@@ -193,7 +193,7 @@ def any_order() -> None:
             same(hvd.synchronize(handles[number]), np.sum(everyones(number % 7, salt=number), axis=0))
         for number, handle in gathers.items():
             same(hvd.synchronize(handle), np.concatenate(everyones(2, salt=number)))
-    # A request that fills more than a row.
+    # A request longer than a row.
     name = "long " * 1000 + "name"
     same(hvd.allreduce(mine(3), name=name, op=hvd.Sum), np.sum(everyones(3), axis=0))
     handle = hvd.allreduce_async(mine(3), name="polled", op=hvd.Sum)
@@ -206,7 +206,7 @@ def any_order() -> None:
 
 
 def disagreements() -> None:
-    """Each is an error on all ranks that says what differs, and the job goes on."""
+    """Disagree in many ways: each is an error on all ranks that names the difference; the job continues."""
     rank = hvd.rank()
     first = rank == 0
     ones, dtype = torch.ones(2), torch.float32 if first else torch.int32
@@ -230,7 +230,7 @@ def disagreements() -> None:
         with pytest.raises(hvd.HorovodInternalError, match=text):
             call()
         same(hvd.allreduce(mine(4, salt=number), op=hvd.Sum), np.sum(everyones(4, salt=number), axis=0))
-    # A mistake of one rank is told to the others, who would wait for it.
+    # The other ranks learn of a rank's mistake, or they would wait for it.
     with pytest.raises(ValueError if first else hvd.HorovodInternalError, match="splits: "):
         hvd.alltoall(torch.ones(hvd.size()), [9] * hvd.size() if first else None)
     handle = hvd.allreduce_async(torch.ones(2), name="twice")
@@ -244,7 +244,7 @@ def disagreements() -> None:
 
 
 def joins() -> None:
-    """Ranks with less data take part with what changes nothing."""
+    """Ranks with less data take part with neutral values."""
     rank, size = hvd.rank(), hvd.size()
     for turn in range(3):
         steps = [2 + (r + turn) % size for r in range(size)]
@@ -306,9 +306,9 @@ def model_of(salt: int) -> nn.Sequential:
 
 
 def trained(steps: int, passes: int = 1, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A model that ranks have trained together, and one that was trained on the mean gradient of all.
+    """Return a model that ranks have trained together, and a model trained on the mean gradient of all.
 
-    Or on the sum of gradients, with `op`; of the ranks of `process_set`, if there is one.
+    With `op`, train on the sum of gradients; with `process_set`, on the gradients of its ranks.
     """
     rank = hvd.rank()
     together = options["process_set"].ranks if "process_set" in options else range(hvd.size())
@@ -449,7 +449,7 @@ def branches() -> None:
 
 
 def extremes() -> None:
-    """What a rank lacks does not count, and is no zero among the others'."""
+    """Values that a rank lacks are left out; they do not count as zeros."""
     rank, size = hvd.rank(), hvd.size()
     numpy_of: dict[Any, Callable[..., Any]] = {hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod}
     for (op, expected), groups in itertools.product(numpy_of.items(), (0, 1)):
@@ -471,7 +471,7 @@ def extremes() -> None:
 
 
 def late(_: str) -> str:
-    """Rank 0 waits for what rank 1 never starts, though that takes part in negotiations meanwhile."""
+    """Rank 0 waits for an operation that rank 1 never starts, though rank 1 takes part in negotiations."""
     pipeline = [{"select": {}}, {"dispatch": {"timeout": "3s"}}]
     hvd.init(config={"version": 1, "backends": ["gloo"], "pipeline": pipeline})
     if hvd.rank() != 1:
@@ -538,7 +538,7 @@ def batch_norm() -> None:
 
 
 def lives(folder: str) -> None:
-    """Before, between and after."""
+    """Test the calls before, between and after the lives of a world."""
     with pytest.raises(ValueError, match=r"call hvd.init\(\) first"):
         hvd.rank()
     assert not hvd.is_initialized()
@@ -578,7 +578,7 @@ SECTIONS: Final = (
 
 
 def everything(folder: str) -> list[str]:
-    """Run all sections in one job; returns the names of those that were run."""
+    """Run all sections in one job; return the names of the sections."""
     torch.set_num_threads(1)
     lives(folder)
     hvd.init()
@@ -591,7 +591,7 @@ def everything(folder: str) -> list[str]:
 
 
 def fused(_: str) -> list[str]:
-    """With stages that hold operations back or change them, and without MPI."""
+    """Test fusion with stages that hold operations back or change them, and without MPI."""
     torch.set_num_threads(1)
     config = {
         "version": 1,
@@ -615,7 +615,7 @@ def fused(_: str) -> list[str]:
 
 
 def feedback(_: str) -> list[str]:
-    """A codec with error feedback: each tensor has its own, whatever else is ready with it."""
+    """Test a codec with error feedback: each tensor has its own residual, in any bucket."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     way = hvd.Compression.codec("topk", ratio=0.2, error_feedback=True)
@@ -629,7 +629,7 @@ def feedback(_: str) -> list[str]:
     for name in "ab":
         mean = np.mean(everyones(50, salt=ord(name)), axis=0) * 14
         error = np.abs(sums[name].numpy() - mean).max()
-        assert error <= 9 * 5, (name, error)  # what is still kept, not what was lost in 14 steps
+        assert error <= 9 * 5, (name, error)  # the residual still kept, not a loss over 14 steps
     assert size > 1
     return ["feedback"]
 

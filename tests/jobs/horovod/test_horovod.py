@@ -1,4 +1,4 @@
-"""`mcr_plus.horovod` on real ranks; what they do is in `horovod_jobs`."""
+"""`mcr_plus.horovod` on real ranks; their programs are in `horovod_jobs`."""
 
 from __future__ import annotations
 

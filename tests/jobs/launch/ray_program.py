@@ -1,7 +1,7 @@
 """A driver of Ray Train: `python ray_program.py FOLDER` runs `JOBS` in a Ray of its own, one after the other.
 
-A worker writes what it has seen to FOLDER/JOB-RANK-ATTEMPT.json, and the driver the errors of `fit`, by job,
-to FOLDER/errors.json.
+A worker writes its observations to FOLDER/JOB-RANK-ATTEMPT.json. The driver writes the errors of `fit`, by
+job, to FOLDER/errors.json.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ the first attempt; how many failures Ray puts up with; the configuration that MC
 
 
 def batch(rank: int, step: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Inputs and targets that no other rank has, and no other step."""
+    """Return inputs and targets that are unique to a rank and a step."""
     random = np.random.default_rng([rank, step])
     return random.normal(size=(ROWS, INPUTS)), random.normal(size=(ROWS, OUTPUTS))
 
 
 def expected() -> tuple[list[list[float]], NDArray[np.float64]]:
-    """The losses of each rank, and the weights, of a linear layer that one process trains on all batches."""
+    """Return each rank's losses, and the weights of a linear layer that one process trains on all data."""
     weight = np.zeros((OUTPUTS, INPUTS))
     losses: list[list[float]] = [[] for _ in range(WORKERS)]
     for step in range(STEPS):
@@ -68,7 +68,7 @@ def train(config: Mapping[str, Any]) -> None:
     dies = config.get("dies", False) and attempt == 0 and rank == WORKERS - 1
     file = folder / f"{job}-{rank}-{attempt}.json"
     total = torch.tensor([rank + 1.0])
-    mcr.all_reduce(total)  # by a thread that is not the one in which Ray has made the process group
+    mcr.all_reduce(total)  # in another thread than the one in which Ray has made the process group
     seen: dict[str, Any] = {
         "pid": os.getpid(), "backend": dist.get_backend(), "size": dist.get_world_size(), "sum": total.item(),
         "libraries": mcr.get_backends(), "trained": [],

@@ -18,14 +18,14 @@ RANK, STARTED_AGAIN = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
 
 
 def _began() -> float:
-    """When the supervisor has started this, in seconds since the start of the machine, to a hundredth."""
+    """Return the start of this process, in seconds since the machine's boot, to a hundredth."""
     fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _up() -> None:
     print(f"start {RANK}.{STARTED_AGAIN} at={_began()}\n", end="", flush=True)
-    # Last, as tests kill ranks once all are up. One write: lines stay whole.
+    # This comes last, because tests kill ranks once all are up. One write keeps lines whole.
     print(f"up rank={RANK} pid={os.getpid()}\n", end="", flush=True)
 
 
@@ -43,7 +43,7 @@ def wait(folder: str) -> None:
 
 
 def store() -> None:
-    """Find in the job's store what ranks wrote before one of them died, and wait for that one's answer."""
+    """Read from the job's store what ranks wrote before one of them died, and wait for that rank's answer."""
     from mcr_plus.core.c10d import TCPStore
 
     limit = timedelta(seconds=_PATIENCE_S)
@@ -69,7 +69,7 @@ def fail(*numbers: str) -> None:
 
 
 def fail_and_wait(number: str, folder: str) -> None:
-    """Rank 1 exits with a number; the others wait as `wait` does."""
+    """Rank 1 exits with a number; the others wait like `wait`."""
     _up()
     if RANK == 1:
         sys.exit(int(number))
@@ -77,20 +77,20 @@ def fail_and_wait(number: str, folder: str) -> None:
 
 
 def leave(folder: str) -> None:
-    """Rank 0 ends with 0 at once; the others wait as `wait` does."""
+    """Rank 0 ends with 0 at once; the others wait like `wait`."""
     _up()
     if RANK != 0:
         _wait_for(Path(folder, "go"))
 
 
 def stubborn(folder: str) -> None:
-    """As `wait`, but requests to end are ignored."""
+    """Wait like `wait`, but ignore requests to end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wait(folder)
 
 
 def raises() -> None:
-    """Rank 1 raises behind an incomplete line; once it is started again it says so and ends with 0."""
+    """Rank 1 raises after an incomplete line; once it is started again it says so and ends with 0."""
     import mcr_plus  # noqa: F401 - it reports uncaught exceptions
 
     if RANK == 1:
@@ -117,7 +117,7 @@ def environment(folder: str, *names: str) -> None:
 
 
 def init_without(number: str) -> None:
-    """Rank 1 exits with a number before `init`; the others print what that raises, and end with 0."""
+    """Rank 1 exits with a number before `init`; the others print the error of `init`, and end with 0."""
     import mcr_plus as mcr
 
     if RANK == 1:
@@ -161,9 +161,9 @@ def init_after_all(folder: str) -> None:
 
 
 def shrinks(then: str, folder: str) -> None:
-    """Rank 1 dies once, and rank 0 goes on by `mcr.shrink`.
+    """Rank 1 dies once, and rank 0 continues with `mcr.shrink`.
 
-    `then`: how it takes the new rank 1 in, or `nothing`; then it ends once that has come.
+    `then`: how rank 0 takes the new rank 1 in. With `nothing`, rank 0 ends once the new rank has come.
     """
     import torch
 

@@ -1,11 +1,11 @@
-"""A Slurm of one's own on this machine, started for a test and gone after it.
+"""A private Slurm on this machine, started for a test and stopped after it.
 
     with Slurm() as slurm:
         done = slurm.srun(["-n", "2"], [sys.executable, "program.py"])
 
 munged, slurmctld and a slurmd for every node run as children of this process, with their key, configuration
-and state in a temporary folder, on ports that were free. A Slurm that the machine may have is neither read
-nor changed. Needs root and Debian's packages in `PACKAGES`; `why_no_slurm()` returns what is missing.
+and state in a temporary folder, on ports that were free. The machine's own Slurm, if any, is neither read nor
+changed. Needs root and Debian's packages in `PACKAGES`; `why_no_slurm()` returns what is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES: Final = Path("/etc/netns")  # `ip netns exec NODE` sees NODE/hosts in it
 
 
 def why_no_slurm() -> str | None:
-    """What keeps this machine from having a Slurm for tests; None if nothing does."""
+    """Return the reason why this machine cannot run a Slurm for tests, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "slurmd starts tasks as root, on Linux"
     missing = [name for name in _COMMANDS if _found(name) is None]
@@ -54,8 +54,8 @@ class Slurm:
     """A cluster of one node, this host, or of one node on each of `hosts` (which has been entered).
 
     Attributes:
-        nodes: the names of the nodes, which are those of their hosts.
-        folder: of the configuration and the logs.
+        nodes: the names of the nodes, equal to the names of their hosts.
+        folder: the folder of the configuration and the logs.
     """
 
     def __init__(self, hosts: Hosts | None = None) -> None:
@@ -89,14 +89,14 @@ class Slurm:
         return subprocess.run(line, env=environ, capture_output=True, text=True, check=False, timeout=_JOB_S)
 
     def start(self, options: Sequence[str], command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a job, which the caller waits for; what it writes is dropped."""
+        """Start a job, which the caller waits for; its output is dropped."""
         line = self._line("srun", *options, *command)
         return subprocess.Popen(
             line, env=self._environ(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
     def logs(self) -> str:
-        """The ends of what the daemons have written."""
+        """Return the last lines of the daemons' logs."""
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
 
     def _configure(self, started: ExitStack) -> None:
@@ -109,7 +109,8 @@ class Slurm:
             f"NodeName={node} NodeAddr={address} Port={port} CPUs={_CPUS} State=UNKNOWN"
             for node, address, port in zip(self.nodes, self._addresses, ports, strict=True)
         )
-        # Read though nothing below uses cgroups; a network namespace shows none, so they are not looked for.
+        # Slurm reads this even without cgroups; a network namespace shows none, so Slurm must not look for
+        # them.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         (folder / "slurm.conf").write_text(
             _CONFIGURATION.format(
@@ -201,7 +202,7 @@ def _found(name: str) -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return ports that no process listens on."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

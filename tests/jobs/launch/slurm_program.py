@@ -1,4 +1,4 @@
-"""Tasks of Slurm: `srun python slurm_program.py NAME FOLDER`; each writes what it has seen to FOLDER/RANK."""
+"""Tasks of Slurm: `srun python slurm_program.py NAME FOLDER`; each writes its observations to FOLDER/RANK."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_S: Final = 60
 
 
 def meet(_: Path) -> dict[str, Any]:
-    """All ranks find each other by `mcr.init`, and sum by each library."""
+    """Find all ranks by `mcr.init`, and sum by each library."""
     place = launch_environment()
     with mcr.init(timeout=LIMIT_S) as comm:
         sums = {}
@@ -44,7 +44,7 @@ def meet(_: Path) -> dict[str, Any]:
 
 
 def by_torch(_: Path) -> dict[str, Any]:
-    """The same by `torch.distributed`."""
+    """Do the same by `torch.distributed`."""
     dist.init_process_group("mcr", init_method="mcr://")
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.arange(LENGTH, dtype=torch.float64) * (rank + 1)
@@ -54,7 +54,7 @@ def by_torch(_: Path) -> dict[str, Any]:
 
 
 def idle(folder: Path) -> dict[str, Any]:
-    """A job that goes on until it is cancelled; a file says that a rank has all its memory."""
+    """Run until the job is cancelled; a file says that a rank has all its memory."""
     comm = mcr.init(timeout=LIMIT_S)
     for backend in mcr.get_backends():
         comm.all_reduce(torch.ones(1 << 20), backend=backend)

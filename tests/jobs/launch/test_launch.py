@@ -41,7 +41,7 @@ PROGRAMS = str(Path(__file__).parents[2] / "support" / "programs.py")
 PACKAGE = Path(mcr.__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 START_LIMIT_S = 120.0
-END_LIMIT_S = 60.0  # on a machine with much else to do; ranks would go on for minutes
+END_LIMIT_S = 60.0  # on a busy machine; ranks would run for minutes
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
@@ -71,11 +71,11 @@ class Run:
         return pids
 
     def wait_for(self, pattern: str, count: int = 1) -> list[Any]:
-        """What has been printed of a pattern, once it is there so many times."""
+        """Return the matches of a pattern in the output, once there are so many."""
         deadline = time.monotonic() + START_LIMIT_S
         goes_on = True
         while goes_on:
-            # What has been printed is looked at once more when the job has ended meanwhile.
+            # The output is searched once more if the job has ended meanwhile.
             goes_on = time.monotonic() < deadline and self.process.poll() is None
             found = re.findall(pattern, self.text())
             if len(found) >= count:
@@ -87,7 +87,7 @@ class Run:
         return self.process.wait(limit)
 
     def job(self) -> str:
-        """The job's name, from the folder it has in the temporary directory."""
+        """Return the job's name, from the folder it has in the temporary directory."""
         return next(self.output.parent.glob("mcr-job-*")).name
 
 
@@ -96,7 +96,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A temporary directory with a short name: MPI puts sockets in it, whose paths are limited."""
+    """Make a temporary directory with a short name: MPI's sockets in it have limited paths."""
     path = Path(tempfile.mkdtemp(prefix="mcr-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -104,7 +104,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """Starts `mcr-plus run`; afterwards nothing of it is left, whatever the test found."""
+    """Start `mcr-plus run`, and clean up after it, even if the test fails."""
     started: list[Run] = []
 
     def begin(*words: str) -> Run:
@@ -121,7 +121,7 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def leftovers(folder: Path, *runs: Run) -> list[str]:
-    """What jobs have left in a temporary directory and in shared memory."""
+    """Return the files that jobs have left in a temporary directory and in shared memory."""
     ours = [path for run in runs for path in SHARED_MEMORY.glob(f"mcr-job-*-{run.process.pid}-*")]
     temporary = [path for path in folder.iterdir() if path.name != "output.txt"]
     mapped = [path for run in runs for path in run.segments if path.exists()]
@@ -129,7 +129,7 @@ def leftovers(folder: Path, *runs: Run) -> list[str]:
 
 
 def segments(pids: Iterable[int]) -> set[Path]:
-    """Files in shared memory that processes use; those of other jobs on the machine come and go."""
+    """Return the files in shared memory that processes use; other jobs' files come and go."""
     maps = "".join(_maps(pid) for pid in pids)
     return {Path(place) for place in re.findall(rf"{SHARED_MEMORY}/\S+(?=\n)", maps)}
 
@@ -142,7 +142,7 @@ def _maps(pid: int) -> str:
 
 
 def gone(pids: dict[int, int]) -> bool:
-    """No rank runs; a dead one that init has not collected yet is gone."""
+    """Return whether no rank runs; a dead rank that init has not collected yet counts as gone."""
     return not any(is_running(pid) for pid in pids.values())
 
 
@@ -289,7 +289,7 @@ def test_an_error_before_the_import_of_mcr_plus_is_shown_once(
     run = start("-n", "2", "--via", via, str(program))
     assert run.wait() == 1
     lines = [line for line in run.text().splitlines() if not line.startswith("Abort(")]  # of MPICH itself
-    # A launcher may end one rank before it has said the same as the other.
+    # A launcher may end one rank before it has printed the same error as the other.
     how = r"exited with status (1|130)|ended with an exception"
     assert re.fullmatch(rf"mcr-plus: rank(s 0 and 1| [01]) of 2 failed:( it ({how}):)?", lines[0])
     assert lines[-1].strip() == error
@@ -410,7 +410,7 @@ raise ValueError("of all ranks")
 
 @both
 def test_the_launcher_does_not_repeat_the_hook_of_a_program(start: Start, tmp_path: Path, via: str) -> None:
-    """As rich, IPython and debuggers install them."""
+    """rich, IPython and debuggers install such hooks."""
     (tmp_path / "own.py").write_text(OWN_HOOK)
     run = start("--via", via, "-n", "2", str(tmp_path / "own.py"))
     assert run.wait() == 1
@@ -424,7 +424,7 @@ def test_the_launcher_does_not_repeat_the_hook_of_a_program(start: Start, tmp_pa
 def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_what_runs_them(
     tmp_path: Path,
 ) -> None:
-    """The end of the interpreter takes long on a busy machine, with what torch's optimizers import."""
+    """On a busy machine the interpreter ends slowly, because torch's optimizers import much."""
     with pytest.raises(ValueError, match="x") as caught:
         exec(compile("raise ValueError('x')", "train.py", "exec"))
     report = description(caught.value, caught.value.__traceback__)
@@ -468,7 +468,7 @@ TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 3, in <m
 
 
 def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") -> RankState:
-    """A rank that has reported an exception and ended."""
+    """Return a rank that has reported an exception and ended."""
     state = RankState(rank, code=1, ended=2.0 + rank)
     report = {
         "time": 1.0 + rank,
@@ -482,7 +482,7 @@ def reported(rank: int, text: str | None, place: str = "a.py:3, in <module>") ->
 
 
 def test_a_rank_that_raised_is_not_reported_as_killed() -> None:
-    """Its launcher has ended it while it left, because the other rank had ended before."""
+    """The launcher killed the rank while it was leaving, because the other rank had ended before."""
     raised = reported(0, "BackendError: rank 1 has left")
     killed = RankState(1, code=-signal.SIGTERM, ended=2.0)
     raised.code = -signal.SIGTERM
@@ -533,7 +533,7 @@ def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path
     run = start("-n", "2", "--via", via, str(program))
     assert run.wait() == 1
     heads = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
-    # Where rank 0 ends first, the launcher may end rank 1 before its status is known.
+    # If rank 0 ends first, the launcher may end rank 1 before rank 1's status is known.
     heads = [line.replace("it ended with an exception:", "it exited with status 1:") for line in heads]
     expected = [
         "mcr-plus: rank 1 of 2 failed: it exited with status 1:",
@@ -541,7 +541,8 @@ def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path
     ]
     launcher = mpi_flavour()
     if via == "mpi" and launcher is not None and launcher.flavour == "hydra":
-        # It kills the others at rank 1's MPI_Abort, maybe before rank 0 has seen that its peer failed.
+        # The launcher kills the others at rank 1's MPI_Abort, maybe before rank 0 has seen its peer's
+        # failure.
         assert heads in (expected, expected[:1])
     else:
         assert heads == expected
@@ -572,14 +573,14 @@ class Odd(Exception):
 
 
 class OddOfOurs(mcr.BackendError):
-    """An error of ours without words."""
+    """An error of this library without a message."""
 
     def __str__(self) -> str:
         sys.exit(3)
 
 
 def odd_errors() -> Iterator[BaseException]:
-    """Errors in whose description something raises."""
+    """Return errors whose descriptions raise."""
     yield Odd()
     yield OddOfOurs()
     syntax: Any = ("a file", "a line", "no number", 3)
@@ -696,7 +697,7 @@ def _is_intel_mpi() -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can connect to it."""
+    """Return whether only this host can connect to the address."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -727,7 +728,8 @@ def test_the_store_of_torch_is_on_loopback(start: Start, tmp_path: Path, via: st
     """A program that knows nothing of us meets by `env://`, and more than once."""
     program = tmp_path / "program.py"
     program.write_text(_TORCH)
-    # Under torchrun's agent all meet in one store of torch's, where gloo finds the keys of its first time.
+    # Under torchrun's agent all attempts share one store of torch, in which gloo finds keys of the first
+    # attempt.
     names = ("gloo", "mcr", "gloo") if via == "mpi" else ("mcr", "gloo")
     run = start("-n", "2", "--via", via, str(program), *names)
     run.wait_until_up(2)
@@ -786,7 +788,7 @@ def test_closed_output_pipe_ends_the_job(folder: Path, via: str) -> None:
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stdout.readline().startswith(b"line 0 ")
-        job.stdout.close()  # as `head -1` does
+        job.stdout.close()  # like `head -1`
         assert job.stderr is not None
         told = [line for line in job.stderr.read().decode().splitlines() if line.startswith("mcr-plus:")]
         assert job.wait(END_LIMIT_S) == 128 + signal.SIGPIPE
@@ -814,7 +816,7 @@ def test_closed_output_and_error_pipes_end_the_job(folder: Path, via: str) -> No
         try:
             while len(found := list(folder.glob("pid.*"))) < 2 or not all(path.read_text() for path in found):
                 assert job.stdout.readline() in (b"out\n", b"err\n")
-            job.stdout.close()  # as `2>&1 | head` does
+            job.stdout.close()  # like `2>&1 | head`
             assert job.wait(END_LIMIT_S) == 128 + signal.SIGPIPE
         finally:
             job.kill()
@@ -1014,14 +1016,14 @@ def test_timeout_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add(first: int, second: int) -> dict[str, int]:
-    """Runs on ranks."""
+    """Run on ranks."""
     print("out", first)
     print("err", second, file=sys.stderr)
     return {"sum": first + second}
 
 
 def fail_on_one() -> int:
-    """Runs on ranks."""
+    """Run on ranks."""
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.rank == 1:
@@ -1033,7 +1035,7 @@ def fail_on_one() -> int:
 def test_run_ranks_gives_values_and_output_by_rank(via: str) -> None:
     results = run_ranks(add, 2, args=[2, 3], via="mpi" if via == "mpi" else "torch", teardown=True)
     assert [(r.rank, r.returncode, r.value) for r in results] == [(0, 0, {"sum": 5}), (1, 0, {"sum": 5})]
-    # Behind it nanobind may call leaked what a forked rank leaves to the operating system.
+    # After it nanobind may report as leaked the objects that a forked rank leaves to the operating system.
     assert {(r.stdout, r.stderr.partition("nanobind")[0]) for r in results} == {("out 2\n", "err 3\n")}
 
 
@@ -1068,7 +1070,7 @@ MPICH_PYTHON = os.environ.get("MCR_TEST_MPICH_PYTHON", "")
 )
 @pytest.mark.parametrize("how", ["raise", "exit", "kill"])
 def test_mpich(folder: Path, how: str) -> None:
-    """Under another MPI, in an environment of its own."""
+    """Run ranks under another MPI, in an environment of its own."""
     run = Run(folder, ["-n", "2", "--via", "mpi", PROGRAMS, "fail", how], MPICH_PYTHON)
     try:
         pids = run.wait_until_up(2)
@@ -1114,7 +1116,7 @@ def test_a_library_that_only_carries_an_address_ends_well(tmp_path: Path) -> Non
 
 
 def a_file_on_one_rank_only(folder: str) -> list[Any]:
-    """Runs on ranks: each has a folder of its own with the configuration, as on hosts of their own."""
+    """Run on ranks: each has a folder of its own with the configuration, as on hosts of their own."""
     import mcr_plus as mcr
 
     began = time.monotonic()
@@ -1185,7 +1187,7 @@ def _meet_late(
 
 @pytest.mark.long
 def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
-    """What srun tells its tasks, without srun."""
+    """The tasks have srun's variables, without srun."""
     program = tmp_path / "program.py"
     program.write_text(_STEP)
     step = {
@@ -1213,14 +1215,14 @@ def left_without_mpi() -> list[Any]:
 
 
 def test_no_rank_waits_in_mpi_for_one_that_is_no_rank_of_it() -> None:
-    """As where a rank of mpirun starts torchrun: both ranks have its variables, which fit on one of them."""
+    """A rank of mpirun starts torchrun: both ranks have mpirun's variables, which are true on one of them."""
     inherited = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}
     for result in run_ranks(left_without_mpi, 2, via="torch", env=inherited):
         assert result.value == [[3.0] * 3, False, False]
 
 
 def _little_shared_memory() -> tuple[MpiLauncher, list[str]]:
-    """The MPI here, and how to start a program with 1 MiB of /dev/shm."""
+    """Return the MPI here, and how to start a program with 1 MiB of /dev/shm."""
     launcher = mpi_flavour() if mpi_usable() else None
     if launcher is None or launcher.name not in ("Open MPI", "MPICH"):
         pytest.skip("needs Open MPI or MPICH")
@@ -1264,7 +1266,7 @@ def test_too_little_shared_memory_is_reported_under_mpiexec() -> None:
     ]
     command = [*small, *words, "-n", "2", sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_LIMIT_S)
-    if launcher.name == "Open MPI":  # its own words, and it goes on without
+    if launcher.name == "Open MPI":  # Open MPI's own message; it continues without
         assert "not enough space for /dev/shm" in run.stderr
         assert run.returncode == 0
     else:

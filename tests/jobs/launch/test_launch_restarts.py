@@ -1,4 +1,4 @@
-"""`mcr-plus run --min-ranks`: failed ranks are started again, others live on, and nothing is left behind."""
+"""`mcr-plus run --min-ranks`: failed ranks are started again, others keep running, nothing is left over."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def starts(run: Run) -> list[tuple[int, int]]:
 
 
 def told(run: Run) -> list[str]:
-    """The launcher's own lines."""
+    """Return the launcher's own lines."""
     return [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
 
 
 def supervisor_of(run: Run) -> int:
-    """Its pid."""
+    """Return the pid of a rank's supervisor."""
     for pid in scratch.processes_of(run.job()):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"mcr_plus.launch.supervisor" in words:
@@ -211,10 +211,10 @@ NO_PROCESS = (1 << 22) + 1  # above the largest pid
 
 @pytest.mark.parametrize("left", ["launcher", "lock", "rank"])
 def test_shared_memory_of_jobs_that_live_is_not_removed(left: str) -> None:
-    """A launcher without a lock is one of an older version, a lock alone that of one in another container."""
+    """A launcher without a lock has an older version; a lock without a launcher is another container's."""
     pid = os.getpid() if left == "launcher" else NO_PROCESS
     shm = SHARED_MEMORY / f"mcr-job-{os.getuid()}-{pid}-{time.monotonic_ns():x}-{scratch.kernel()}"
-    made = shm.with_name(f".{shm.name}")  # until it is held, as jobs beside this test remove what is left
+    made = shm.with_name(f".{shm.name}")  # until it is held: other jobs remove leftovers
     made.mkdir(mode=0o700)
     try:
         with ExitStack() as holding:
@@ -239,7 +239,7 @@ def test_shared_memory_of_jobs_that_live_is_not_removed(left: str) -> None:
 def test_a_folder_that_was_made_again_before_it_could_be_locked_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two launchers take a new folder for a stale one; the second comes after its owner has another one."""
+    """Two launchers take a new folder for a stale one; the second comes once the owner has another folder."""
     folder = tmp_path / f"mcr-job-{os.getuid()}-{NO_PROCESS}-1"
     folder.mkdir()
 
@@ -289,7 +289,7 @@ def test_a_folder_on_a_file_system_without_locks_is_refused(
 
 
 def test_segments_that_another_process_has_open_are_not_orphans() -> None:
-    """As one of another container may have, whose maps cannot be read here: here the test itself."""
+    """The maps of another container's process cannot be read; the test stands for such a process."""
     path = SHARED_MEMORY / f"ucx_shm_posix_{os.getpid()}{time.monotonic_ns():x}"
     with path.open("wb") as file:
         try:
@@ -437,7 +437,7 @@ def of_process(pid: int) -> dict[str, Any]:
 
 
 def test_reports_that_are_read_late_belong_to_their_processes(tmp_path: Path) -> None:
-    """As on a terminal that was paused while the rank failed twice."""
+    """The terminal was paused while the rank failed twice."""
     job = Written(tmp_path)
     job.write("error.0", of_process(11), of_process(12))
     job.write("status", of_wrapper(11, None), of_wrapper(11, 1), of_supervisor(1, "again", again=True))

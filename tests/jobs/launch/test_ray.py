@@ -18,7 +18,7 @@ from jobs.launch.ray_program import DIES_AT, WORKERS, expected
 from leftovers import lasting
 
 LIMIT_S: Final = 900.0
-# Ray itself may have been started by srun or mpirun, whose variables its workers inherit.
+# srun or mpirun may have started Ray, whose workers inherit their variables.
 INHERITED: Final = {
     "SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
     "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node7",
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the jobs of `ray_program` have left what they saw."""
+    """Return the folder with the observations of the jobs of `ray_program`."""
     folder = tmp_path_factory.mktemp("ray")
     paths = [str(Path(ray_program.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", MARK: str(folder), **INHERITED}
@@ -64,7 +64,7 @@ def error_of(folder: Path, job: str) -> list[str] | None:
 def test_workers_train_as_one_process(
     folder: Path, job: str, attempt: int, libraries: set[str], tolerance: float
 ) -> None:
-    """By DDP and by `mcr.wrap`; and MPI has no part, though variables of an MPI launcher are there."""
+    """Train by DDP and by `mcr.wrap`, without MPI, though the variables of an MPI launcher are set."""
     assert error_of(folder, job) is None
     losses, weight = expected()
     for rank, worker in enumerate(seen(folder, job, attempt)):
@@ -100,7 +100,7 @@ def test_a_worker_that_dies_is_named(folder: Path) -> None:
 
 @pytest.mark.long
 def test_ray_starts_all_workers_again(folder: Path) -> None:
-    """In new processes, which find nothing of the attempt that has failed."""
+    """The new processes find nothing of the failed attempt."""
     before, after = seen(folder, "restarted", 0), seen(folder, "restarted", 1)
     assert not {worker["pid"] for worker in before} & {worker["pid"] for worker in after}
     assert before[0]["error"][0] == "PeerLost"
@@ -117,7 +117,7 @@ def test_nothing_is_left(folder: Path) -> None:
 
 
 def variables(process: Path) -> list[bytes]:
-    """The variables with which a process was started."""
+    """Return the variables with which a process was started."""
     with suppress(OSError):  # it has ended
         return (process / "environ").read_bytes().split(b"\0")
     return []

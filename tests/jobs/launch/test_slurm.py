@@ -41,7 +41,7 @@ def seen(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def check(done: subprocess.CompletedProcess[str], folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """All ranks have met, and added up the same by every library."""
+    """Check that all ranks have met and have the same sums by every library."""
     assert done.returncode == 0, done.stderr
     answers = seen(folder, ranks)
     for rank, answer in enumerate(answers):
@@ -65,7 +65,7 @@ def test_tasks_of_a_step_are_ranks(slurm: Slurm, tmp_path: Path, program: str) -
 @pytest.mark.short("pmix")
 @pytest.mark.parametrize("kind", ["pmi2", "pmix"])
 def test_mpi_under_srun(slurm: Slurm, tmp_path: Path, kind: str) -> None:
-    """MPI takes part if srun speaks its interface; Open MPI is left out with the other one."""
+    """MPI takes part if srun speaks its interface; Open MPI is left out with the other interface."""
     launcher = mpi_flavour() if mpi_usable() else None
     if launcher is None:
         pytest.skip("needs mpi4py and an MPI library")
@@ -82,7 +82,7 @@ def test_mpi_under_srun(slurm: Slurm, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.long
 def test_torchruns_as_tasks(slurm: Slurm, tmp_path: Path) -> None:
-    """One for each node, as usual; their ranks inherit the two ranks that MPI's launcher has started."""
+    """One torchrun per node, as usual; the ranks inherit the variables of the two ranks of MPI's launcher."""
     kind = "none" if slurm.srun(["--mpi=pmix"], ["true"]).returncode else "pmix"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_ports(1)[0]}"]
@@ -94,7 +94,7 @@ def test_torchruns_as_tasks(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_steps_of_a_batch_job_do_not_meet(slurm: Slurm, tmp_path: Path) -> None:
-    """Two at once, and the script itself is no rank."""
+    """Two steps run at once, and the script itself is no rank."""
     folders = [tmp_path / name for name in ("a", "b", "script")]
     for folder in folders:
         folder.mkdir()
@@ -130,13 +130,13 @@ def test_a_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def shared_files(process: Path) -> set[str]:
-    """The files in shared memory that a process has mapped."""
+    """Return the files in shared memory that a process has mapped."""
     lines = (process / "maps").read_text().splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
 
 
 def texts(files: Sequence[Path]) -> list[str]:
-    """What programs write to files, once they have."""
+    """Wait for the files of programs; return their texts."""
     deadline = time.monotonic() + LIMIT_S
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < deadline
@@ -147,7 +147,7 @@ def texts(files: Sequence[Path]) -> list[str]:
 @pytest.mark.long
 @pytest.mark.skipif(HOSTS is not None, reason=f"hosts: {HOSTS}")
 def test_nodes_are_hosts(tmp_path: Path) -> None:
-    """Two tasks on the first node and one on the second, which has a network of its own."""
+    """Two tasks run on the first node and one on the second, which has a network of its own."""
     with TwoHosts(None) as hosts, Slurm(hosts) as slurm:
         names = hosts.names
         line = ["-N", "2", "-n", "3", "--distribution=block"]

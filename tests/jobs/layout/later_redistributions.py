@@ -22,7 +22,7 @@ from mcr_plus.layout import Layout
 
 
 def caught(call: Callable[[], Any]) -> tuple[str, str]:
-    """The error of a call, and its message."""
+    """Return the error of a call, and its message."""
     try:
         call()
     except mcr.McrError as error:
@@ -31,7 +31,7 @@ def caught(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def shared(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: tensors of different names and dtypes in the same memory."""
+    """Run on two ranks: tensors of different names and dtypes in the same memory."""
     report = Report()
     with job(backend) as comm:
         rank, other = comm.rank, 1 - comm.rank
@@ -41,7 +41,7 @@ def shared(backend: str) -> dict[str, Any]:
         a, b = flat[:4].view(2, 2), flat[4:8].view(2, 2)
         c = flat[8:].view(torch.int32).view(2, 2)
         late = mcr.redistribution({"w": (rows, swapped)})
-        for turn in range(4):  # the first call, and those of a known plan
+        for turn in range(4):  # the first call, and calls with a known plan
             a.fill_(10 + rank + turn)
             b.fill_(20 + rank + turn)
             c.fill_(30 + rank + turn)
@@ -58,7 +58,7 @@ def shared(backend: str) -> dict[str, Any]:
                 same = value.tolist() == [[right + turn] * 2] * 2
                 report.add(f"swapped, turn {turn}", None if same else f"{name}: {value}, not {right + turn}")
             report.add("in place", None if found["a"] is b else "another tensor")
-            # of other dtypes: what one receives is what the other sends
+            # in other dtypes: one tensor receives what the other sends
             c.fill_(30 + rank + turn)
             found = move(source, {"a": c.view(torch.float32), "c": flat[:4].view(torch.int32).view(2, 2)})
             same = found["c"].tolist() == [[30 + other + turn] * 2] * 2  # type: ignore[union-attr]
@@ -79,7 +79,7 @@ def shared(backend: str) -> dict[str, Any]:
 
 
 def latest(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: a rank starts to send before the other one does; dtypes after the first call."""
+    """Run on two ranks: one starts to send before the other; dtypes change after the first call."""
     report = Report()
     with job(backend) as comm:
         rank = comm.rank
@@ -146,7 +146,7 @@ def latest(backend: str) -> dict[str, Any]:
 
 
 def kept(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: the plans and buffers that a group keeps for `redistribute`."""
+    """Run on two ranks; return the plans and buffers that a group keeps for `redistribute`."""
     report = Report()
     do_redistribute: Any = sys.modules["mcr_plus.layout.redistribute"]
     with job(backend) as comm:
@@ -177,7 +177,7 @@ def kept(backend: str) -> dict[str, Any]:
 
 
 def limits(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: the memory of buffers, with sums among the tensors and with several dtypes."""
+    """Run on two ranks; return the memory of buffers, with sums among the tensors and with several dtypes."""
     report = Report()
     with job(backend) as comm:
         rank, ranks = comm.rank, range(comm.size)
@@ -223,7 +223,7 @@ def inputs(known: Model, rank: int) -> dict[str, torch.Tensor | None]:
 
 
 def repeated(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: the same tensors again and again, other ones between, and their memory."""
+    """Run on two ranks: the same tensors again and again, other ones between, and their memory."""
     report = Report()
     with job(backend) as comm:
         rank, ranks = comm.rank, range(comm.size)
@@ -239,7 +239,7 @@ def repeated(backend: str) -> dict[str, Any]:
         for turn in range(8):
             x.copy_(values(turn))
             if turn == 5:
-                work = move.start({"": x}, {"": out})  # whose buffers are in use
+                work = move.start({"": x}, {"": out})  # its buffers are in use
                 x.copy_(x)
                 second = move({"": x})[""]
                 work.wait()
@@ -278,7 +278,7 @@ def repeated(backend: str) -> dict[str, Any]:
 
 
 def alone(backend: str) -> dict[str, Any]:
-    """Runs on ranks: mistakes in the arguments of the last rank, or of all."""
+    """Run on ranks: mistakes in the arguments of the last rank, or of all."""
     said: dict[str, Any] = {}
     report = Report()
     with job(backend) as comm:

@@ -1,7 +1,7 @@
-"""Redistributions on real ranks against NumPy: what each rank runs, and what it found wrong.
+"""Redistributions on real ranks, compared with NumPy: each rank's cases and its report of failures.
 
-Every rank can compute the values of all others, so expected local tensors need no communication. Longer than
-other files, as what ranks run in one launch shares values, reports and pairs.
+Every rank can compute the values of all others, so expected local tensors need no communication. The file is
+long because the cases of one launch share values, reports and pairs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOLE: Final = 77
 
 
 class Report:
-    """Cases that a rank has run, and those that failed."""
+    """The number of cases that a rank has run, and the failed cases."""
 
     def __init__(self) -> None:
         self.cases = 0
@@ -51,7 +51,7 @@ class Report:
 
 
 def job(backend: str) -> mcr.Communicator:
-    """The job of the tests, on one library."""
+    """Return the job of the tests, on one library."""
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "60s"}}]
     return mcr.init({"version": 1, "backends": [backend], "pipeline": stages})
@@ -61,7 +61,7 @@ def job(backend: str) -> mcr.Communicator:
 
 
 def full(side: Side, dtype: torch.dtype, salt: int) -> list[reference.Array]:
-    """The addends of the global tensor, flattened."""
+    """Return the addends of the global tensor, flattened."""
     volume = int(np.prod(side.shape, dtype=np.int64))
     product = side.layout.op == "PRODUCT"
     return [
@@ -70,7 +70,7 @@ def full(side: Side, dtype: torch.dtype, salt: int) -> list[reference.Array]:
 
 
 def local(side: Side, rank: int, dtype: torch.dtype, salt: int) -> torch.Tensor | None:
-    """A rank's local tensor of a source; None where it has no part."""
+    """Return a rank's local tensor of a source; None where it has no part."""
     if rank not in side.tensors:
         return None
     values = full(side, dtype, salt)[side.addend_of[rank]]
@@ -78,7 +78,7 @@ def local(side: Side, rank: int, dtype: torch.dtype, salt: int) -> torch.Tensor 
 
 
 def expected(source: Side, target: Side, rank: int, dtype: torch.dtype, salt: int) -> reference.Array | None:
-    """What a rank must have in the target."""
+    """Return the local tensor that a rank must have in the target."""
     if rank not in target.tensors:
         return None
     ufunc = {"SUM": np.add, "AVG": np.add, "PRODUCT": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
@@ -94,14 +94,14 @@ def expected(source: Side, target: Side, rank: int, dtype: torch.dtype, salt: in
 
 
 def wrong(found: torch.Tensor | None, right: reference.Array | None, tolerance: float = 0.0) -> str | None:
-    """How a result differs from the right one."""
+    """Return the difference of a result from the right one."""
     if found is None or right is None:
         return None if found is None and right is None else f"got {found}, expected {right}"
     return reference.difference(found, right, tolerance)
 
 
 def spread(tensor: torch.Tensor, how: int) -> torch.Tensor:
-    """The same values with other strides: of every second element, or transposed."""
+    """Return the same values with other strides: every second element, or transposed."""
     if how % 2 or tensor.dim() < 2:
         holes = torch.full((*tensor.shape, 2), HOLE, dtype=tensor.dtype)
         holes[..., 0] = tensor
@@ -110,7 +110,7 @@ def spread(tensor: torch.Tensor, how: int) -> torch.Tensor:
 
 
 def holes_kept(tensor: torch.Tensor) -> bool:
-    """Whether nothing was written between the elements of `spread(…, 1)`."""
+    """Return whether nothing was written between the elements of `spread(…, 1)`."""
     base = tensor._base
     assert base is not None
     return bool((base[..., 1] == torch.tensor(HOLE).to(tensor.dtype)).all())
@@ -125,7 +125,7 @@ def pairs(number: int) -> Iterator[tuple[Side, Side]]:
     kinds = ("R", "P", "S0", "S1")
     for before, after in itertools.product(kinds, ("R", "S0", "S1")):
         yield oracle.mesh((7, 6), ranks, [before]), oracle.mesh((7, 6), ranks[::-1], [after])
-    for before, after in itertools.product(("P", "S0", "R"), ("R", "S1")):  # larger than what is cut
+    for before, after in itertools.product(("P", "S0", "R"), ("R", "S1")):  # larger than the pieces
         shape = (3, 32, 2048)
         yield oracle.mesh(shape, ranks, [before]), oracle.mesh(shape, ranks, [after])
     first, last = ranks[: number - 1], ranks[1:]
@@ -166,7 +166,7 @@ def pairs(number: int) -> Iterator[tuple[Side, Side]]:
 
 
 def everything(backend: str) -> dict[str, Any]:
-    """Runs on ranks: all pairs in turns of dtypes, strides and ways to call."""
+    """Run on ranks: all pairs, in turns of dtypes, strides and ways to call."""
     report = Report()
     with job(backend) as comm:
         for index, (source, target) in enumerate(pairs(comm.size)):
@@ -191,7 +191,7 @@ def rounded_once(report: Report, rank: int, number: int) -> None:
     for (op, ufunc), dtype in itertools.product(ufuncs.items(), (torch.bfloat16, torch.float16)):
         addends = [reference.rough(dtype, addend, 40).view(8, 5) for addend in range(number)]
         if op == "avg":
-            addends[0][0], addends[1][0] = 40000, 50000  # whose sum is no float16
+            addends[0][0], addends[1][0] = 40000, 50000  # their sum is no float16
         total = addends[0].float().numpy()
         for addend in addends[1:]:
             total = ufunc(total, addend.float().numpy())
@@ -257,7 +257,7 @@ def one_pair(report: Report, rank: int, source: Side, target: Side, dtype: torch
 
 
 def calls(backend: str) -> dict[str, Any]:
-    """Runs on ranks: known plans, groups, memory that source and output share, many calls in flight."""
+    """Run on ranks: known plans, groups, memory that source and output share, many calls in flight."""
     report = Report()
     with job(backend) as comm:
         number, rank = comm.size, comm.rank
@@ -293,7 +293,7 @@ def calls(backend: str) -> dict[str, Any]:
 
 
 def other_plans(backend: str) -> dict[str, Any]:
-    """Runs on ranks: one of them passes layouts that are known, and not those of the others."""
+    """Run on ranks: one of them passes known layouts that differ from the others' layouts."""
     report = Report()
     with job(backend) as comm:
         ranks, last = list(comm.ranks), comm.size - 1
@@ -338,7 +338,7 @@ def plans_are_kept(report: Report, rank: int, number: int) -> None:
     do_state.make_plan = counted
     try:
         for turn in range(4):
-            # equal layouts, made anew
+            # equal layouts, made again
             source, target = (oracle.mesh((9, 8), range(number), [each]) for each in ("S0", "S1"))
             dtype = (torch.float32, torch.int32)[turn % 2]
             found = mcr.redistribute(local(source, rank, dtype, turn), source.layout, target.layout)
@@ -381,7 +381,7 @@ def model(number: int) -> Model:
 
 
 def states(backend: str) -> dict[str, Any]:
-    """Runs on ranks: many tensors of several dtypes at once, in one round and in many."""
+    """Run on ranks: many tensors of several dtypes at once, in one round and in many."""
     report = Report()
     buffers = {}
     with job(backend) as comm:
@@ -403,7 +403,7 @@ def states(backend: str) -> dict[str, Any]:
 
 
 def bounded(report: Report, rank: int, number: int) -> None:
-    """Buffers are as large as they may be, where nothing is summed."""
+    """Buffers reach the permitted size if nothing is summed."""
     ranks = range(number)
     sides = {
         str(at): (oracle.mesh((70, 30), ranks, [before]), oracle.mesh((70, 30), ranks[::-1], [after]))
@@ -477,7 +477,7 @@ def one_state(
 
 
 def kept_addends(backend: str) -> dict[str, Any]:
-    """Runs on ranks: from addends to the same ones every rank keeps its own, and no byte moves."""
+    """Run on ranks: from addends to the same addends every rank keeps its own, and no byte moves."""
     report = Report()
     with job(backend) as comm:
         grid = np.arange(comm.size).reshape(2, -1)
@@ -504,7 +504,7 @@ def kept_addends(backend: str) -> dict[str, Any]:
 
 
 def native_collectives(backend: str) -> dict[str, Any]:
-    """Runs on ranks: collectives in groups of several sizes, and between local tensors of other shapes."""
+    """Run on ranks: collectives in groups of several sizes, and between local tensors of other shapes."""
     report = Report()
     chosen = []
     with job(backend) as comm:
@@ -542,7 +542,7 @@ def native_collectives(backend: str) -> dict[str, Any]:
         everywhere = oracle.mesh((64, 8 * comm.size), ranks, ["R"])
         x = local(columns, comm.rank, torch.float32, 1)
         right = expected(columns, everywhere, comm.rank, torch.float32, 1)
-        for memory in ("256MiB", 4000):  # what is gathered has 2 KiB for each rank
+        for memory in ("256MiB", 4000):  # the gathered tensor has 2 KiB for each rank
             move = mcr.redistribution({"w": (columns.layout, everywhere.layout)}, memory=memory)
             report.add(f"memory {memory}", wrong(move({"w": x})["w"], right))
             size = move.buffer_bytes
@@ -551,7 +551,7 @@ def native_collectives(backend: str) -> dict[str, Any]:
 
 
 def other_groups(backend: str) -> dict[str, Any]:
-    """Runs on 4 ranks: one of them would run a collective in another order, or in groups that are as good."""
+    """Run on 4 ranks: one would run a collective in another order, or in other valid groups."""
     report = Report()
     with job(backend) as comm:
         grid = [[0, 1], [2, 3]]
@@ -575,7 +575,7 @@ def other_groups(backend: str) -> dict[str, Any]:
 
 
 def under_a_codec(backend: str, stages: list[dict[str, Any]], rules: list[dict[str, Any]]) -> float:
-    """Runs on ranks: how far a broadcast's results and source are from the values, where a codec applies."""
+    """Run on ranks; return the errors of a broadcast's results and source under a codec."""
     config = {"version": 1, "backends": [backend], "pipeline": stages, "rules": rules}
     with mcr.init(config) as comm:
         source, target = Layout.replicated((1031,), [0]), Layout.replicated((1031,), comm.ranks)
@@ -603,9 +603,7 @@ def by_messages(name: str, backend: str) -> dict[str, Any]:
 
 
 def codecs(backend: str) -> dict[str, Any]:
-    """Runs on ranks: lossy redistributions leave replicas with the same bits, near the exact values, or are
-    refused on all ranks.
-    """
+    """Run lossy redistributions: replicas get equal bits near the exact values, or all ranks refuse."""
     report = Report()
     refused: list[str] = []
     with job(backend) as comm:
@@ -645,12 +643,13 @@ Bad = tuple[str, Callable[[int, int], Any], str, tuple[str, ...]]
 
 
 def bad_calls(number: int) -> list[Bad]:
-    """Name, call by rank and number of ranks, error, and what its message must name. Wrong on one rank or
-    on all.
+    """Name, call by rank and number of ranks, error, and the words of its message.
+
+    The calls are wrong on one rank or on all.
     """
     shape, ranks = (6, 4), range(number)
     rows, columns = Layout.sharded(shape, ranks, 0), Layout.sharded(shape, ranks, 1)
-    new = [Layout.sharded((11, 5), ranks, dim) for dim in (0, 1)]  # whose plan is not known
+    new = [Layout.sharded((11, 5), ranks, dim) for dim in (0, 1)]  # their plan is not known
     whole, sums = Layout.replicated(shape, ranks), Layout.mesh(shape, ranks, ["P"])
     some = Layout.sharded(shape, ranks[:2], 0)  # not on rank 2, if there is one
     gap = Layout.boxes(shape, {rank: [[(rank, rank + 1), (0, 4)]] for rank in ranks})
@@ -876,7 +875,7 @@ def bad_calls(number: int) -> list[Bad]:
 
 
 def refusals(backend: str) -> dict[str, Any]:
-    """Runs on ranks: of each bad call the error and its message; after each, a good one."""
+    """Run on ranks: make bad calls, each before a good one; return the errors and their messages."""
     said: dict[str, Any] = {}
     report = Report()
     with job(backend) as comm:

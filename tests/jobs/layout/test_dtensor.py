@@ -57,7 +57,7 @@ def job() -> Iterator[None]:
 
 
 def distributed(mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, int] = SHAPE) -> DTensor:
-    """The values, with addends that sum to them where placements are partial."""
+    """Return the values, with addends that sum to them where placements are partial."""
     complete = [R if each.is_partial() else each for each in placements]
     found = placed(values(*shape), mesh, complete)
     counts = [mesh.size(at) for at, each in enumerate(placements) if each.is_partial()]
@@ -74,9 +74,10 @@ def distributed(mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[
 
 
 def check_moves(meshes: dict[str, DeviceMesh], every: bool) -> None:
-    """From every mesh to every other, against what torch puts there itself.
+    """Move tensors from every mesh to every other, and compare them with torch's own placement.
 
-    Unless `every`, one pair of placements for each pair of meshes: every placement leaves and reaches each.
+    Without `every`, test one pair of placements for each pair of meshes: each mesh has every placement as
+    source and as target.
     """
     strided = _StridedShard(0, split_factor=2)
     one: list[list[Placement]] = [[R], [S0], [S1], [P], [strided]]
@@ -110,7 +111,7 @@ def check_arguments(mesh: DeviceMesh, other: DeviceMesh) -> None:
     work.wait()
     assert torch.equal(work.output.to_local(), placed(values(*SHAPE), other, [S1]).to_local())
     for placements in ([P, R], [P, P], [S0, P], [Partial("avg"), S1]):
-        # Addends in which nothing changes; a sum of them would be another tensor.
+        # Addends that do not change; their sum would be another tensor.
         some = DTensor.from_local(torch.full((2, 3), 1.0 + mesh.get_rank()), mesh, placements)
         same = mcr.redistribute(some, mesh, placements)
         assert same.placements == tuple(placements)
@@ -142,16 +143,16 @@ def check_arguments(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 def moved_by_us(function: Any) -> tuple[Any, int]:
-    """What a function returns, and how many operations of ours it has issued."""
+    """Return a function's result and the number of operations of this library that it has issued."""
     with mcr.record() as log:
         result = function()
     return result, sum(each.tag == "redistribute" for each in log.records)
 
 
 def check_planned(mesh: DeviceMesh, shape: tuple[int, int], pairs: Sequence[str] = ()) -> list[str]:
-    """DTensor's own redistributions have the same results by our plans; returns the pairs that took them.
+    """Check that our plans keep the results of DTensor's redistributions; return the pairs with such plans.
 
-    `pairs`: as they are returned; all there are if empty.
+    `pairs`: pairs in the returned form; if empty, all pairs.
     """
     everything = list(itertools.product((R, S0, S1), repeat=2))
     taken = []
@@ -176,7 +177,7 @@ def _words(placements: Sequence[Placement]) -> str:
 
 
 def check_plans_that_are_not_known(mesh: DeviceMesh) -> None:
-    """Where counting what DTensor's plan moves fails, as another torch may let it, DTensor's plan stays."""
+    """If the bytes of DTensor's plan cannot be counted, as in another torch, DTensor's plan stays."""
     for columns, error in enumerate((AttributeError, RuntimeError, TypeError), 20):
         x = distributed(mesh, [R, S0], (24, columns))
         with pytest.MonkeyPatch.context() as patch, dtensor.planned():
@@ -187,7 +188,7 @@ def check_plans_that_are_not_known(mesh: DeviceMesh) -> None:
 
 
 def check_orders_of_shards(mesh: DeviceMesh) -> None:
-    """The target's order of shards, which torch's internals pass on, stays under plans of ours."""
+    """Our plans keep the target's order of shards, which torch's internals pass on."""
     if "shard_order" not in DTensorSpec.__dataclass_fields__:  # an older torch
         return
     tensor = distributed(mesh, (Shard(1), Shard(1)), (8, 8))
@@ -238,7 +239,7 @@ def check_fsdp_and_tensor_parallel(mesh: DeviceMesh, pair: DeviceMesh) -> None:
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor)
         state[name] = value.to_local().detach()
-        if name not in to:  # of the LayerNorm, which lies on this rank's part of the mesh
+        if name not in to:  # parameters of the LayerNorm, which lies on this rank's part of the mesh
             specs[name] = (Layout.of(value, mesh), Layout.replicated(value.shape, pair.mesh.tolist()))
             continue
         with torch.no_grad():
@@ -292,7 +293,7 @@ def test_redistribution_between_meshes_and_within_planned(every: bool) -> None:
 
 
 def to_partial(mesh: DeviceMesh) -> bool:
-    """Whether torch lets programs redistribute to partial placements; 2.6 does not."""
+    """Return whether torch lets programs redistribute to partial placements; 2.6 does not."""
     try:
         distributed(mesh, [P] * mesh.ndim).redistribute(placements=[P] * mesh.ndim)
     except RuntimeError:
@@ -301,9 +302,10 @@ def to_partial(mesh: DeviceMesh) -> bool:
 
 
 def flattened(sizes: tuple[int, ...], step: int) -> tuple[int, int]:
-    """All placements of small tensors that do not divide, on a mesh that is flattened, against `placed`.
+    """Compare all placements of small uneven tensors on a flattened mesh with `placed`.
 
-    torch itself loses rows there. Every `step`th pair; returns how many were right, and how many refused.
+    torch itself loses rows there. Tests every `step`th pair; returns the numbers of right and of refused
+    pairs.
     """
     shape, names = (9, 5) if len(sizes) > 2 else (5, 3), "abc"[: len(sizes)]
     right = refused = 0
@@ -363,7 +365,7 @@ def test_uneven_shards_on_flattened_meshes_within_planned(sizes: tuple[int, ...]
 
 
 def on_permuted_meshes() -> None:
-    """Redistribute on meshes whose ranks are not ascending, where torch joins rows in the order of ranks."""
+    """Redistribute on meshes with ranks in another order; torch joins rows in the order of ranks."""
     whole = torch.arange(16.0).view(4, 4)
     with job():
         for ranks in ([3, 1, 0, 2], [[3, 1], [0, 2]]):
@@ -396,7 +398,7 @@ def test_redistribution_of_small_tensors_within_planned() -> None:
 
 
 def beside_gloo() -> None:
-    """A job of mcr.init beside process groups of gloo, and one that is a part of torch's ranks."""
+    """Test a job of mcr.init next to process groups of gloo, and one with a part of torch's ranks."""
     whole = values(*SHAPE)
     dist.init_process_group("gloo")
     mesh = DeviceMesh("cpu", [0, 1, 2])

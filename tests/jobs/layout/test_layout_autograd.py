@@ -22,7 +22,7 @@ SHAPE = (6, 5)
 
 
 def layouts(ranks: int) -> dict[str, Layout]:
-    """All kinds of them, by name; `P` in a name: addends, so a source only."""
+    """Return all kinds of layouts by name; `P` in a name: addends, only for sources."""
     mesh = np.arange(ranks).reshape(2, -1)
     found = {
         f"{a},{b}": Layout.mesh(SHAPE, mesh, [a, b])
@@ -44,13 +44,13 @@ def layouts(ranks: int) -> dict[str, Layout]:
     found["pieces"] = Layout.boxes(
         SHAPE, {0: [((0, 4), (0, 3)), ((0, 4), (0, 3)), ((2, 6), (0, 5))], 1: [((0, 6), (2, 5))]}
     )
-    # only a target: nobody has the rest
+    # only a target: no rank has the rest
     found["part of it"] = Layout.boxes(SHAPE, {ranks - 1: [((1, 4), (2, 5))], 0: [((2, 5), (0, 3))]})
     return found
 
 
 def at(layout: Layout, rank: int, values: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a rank whose values in the whole tensor are these."""
+    """Return the local tensor of a rank, given the values of the whole tensor."""
     shape = layout.local_shape(rank)
     assert shape is not None
     local = values.new_zeros(math.prod(shape))
@@ -66,7 +66,7 @@ def at(layout: Layout, rank: int, values: torch.Tensor) -> torch.Tensor:
 
 
 def copies(layout: Layout) -> torch.Tensor:
-    """How often each element is held."""
+    """Return, for each element, the number of ranks that hold it."""
     found = torch.zeros(SHAPE, dtype=torch.float64)
     for low, high in zip(layout.held.lows.tolist(), layout.held.highs.tolist(), strict=True):
         found[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
@@ -82,7 +82,7 @@ def check_pair(comm: mcr.Communicator, source: Layout, target: Layout, replicas:
     addends = [random(10 + addend) for addend in range(source.addend_count)]
     scale = 1 / len(addends) if source.op == "AVG" else 1.0
     value = (sum(addends[1:], addends[0]) * scale).requires_grad_()
-    # A loss of every rank: what follows is the same on all replicas, or another on each.
+    # Each rank has a loss: the computation after the call is the same on all replicas, or differs on each.
     by_rank = replicas == "sum"
     weights = [random(50) + (peer * random(51) if by_rank else 0) for peer in range(comm.size)]
     total = torch.zeros((), dtype=torch.float64)
@@ -131,7 +131,7 @@ SOME = (
 
 
 def failures(every: bool) -> list[str]:
-    """The pairs that have failed on this rank."""
+    """Return the pairs that have failed on this rank."""
     failed = []
     with mcr.init() as comm:
         known = layouts(comm.size)

@@ -26,7 +26,7 @@ LIBRARIES = ["msccl", "gloo", pytest.param("mpi", marks=needs_mpi)]
 def launched(
     what: str, ranks: int, backend: str, timeout: float = 120, args: Sequence[str] = ()
 ) -> list[Any]:
-    """What each rank found. `what`: a function of `redistributions`, or a module and its function."""
+    """Return each rank's findings. `what`: a function of `redistributions`, or a module and a function."""
     via: Via = "mpi" if backend == "mpi" else "torch"
     target = what if ":" in what else f"jobs.layout.redistributions:{what}"
     results = run_ranks(target, ranks, args=[*args, backend], via=via, timeout=timeout)
@@ -154,7 +154,7 @@ rules:
 
 
 def costs_by(table: str | None) -> list[Any]:
-    """Runs on ranks: what messages and bytes cost, and the chosen plan of a sum that becomes replicas."""
+    """Run on ranks; return the costs of messages and bytes, and the plan for a sum that becomes replicas."""
     select: dict[str, Any] = {} if table is None else {"table": table}
     config = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": select}, {"dispatch": {}}]}
     with mcr.init(config) as comm:
@@ -189,7 +189,7 @@ def test_costs_of_messages_and_bytes_are_those_of_the_table(tmp_path: Path) -> N
 
 
 def few_partners() -> list[Any]:
-    """Runs on ranks: the kinds of the operations that redistributions with few and many partners issue."""
+    """Run on ranks: the kinds of the operations that redistributions with few and many partners issue."""
     found = []
     with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
         last, everyone = comm.size - 1, range(comm.size)
@@ -263,7 +263,7 @@ def test_mistakes_of_one_rank_raise_on_all(ranks: int) -> None:
 
 
 def on_nodes(nodes: list[int]) -> list[Any]:
-    """Runs on ranks, as if these were their nodes: plans from rank 0 to all others, and errors of results."""
+    """Run on ranks, as if these were their nodes: plans from rank 0 to all others, and errors of results."""
     torch.set_num_threads(1)
     size = 1 << 18
     found: list[Any] = []
@@ -290,7 +290,7 @@ def on_nodes(nodes: list[int]) -> list[Any]:
 
 
 def test_plans_on_nodes_are_those_of_the_survey() -> None:
-    """Every rank agrees on what a node lacks, and chooses what one process finds with all ranks' loads."""
+    """Ranks agree on a node's missing parts and choose the plan that one process finds from all loads."""
     nodes, size = [0, 1, 1], 1 << 18
     expected = [
         survey(mcr.Layout.sharded((size,), [0], 0), target, 4, np.array(nodes)).plan
@@ -306,8 +306,9 @@ def test_plans_on_nodes_are_those_of_the_survey() -> None:
 
 
 def in_waves(nodes: list[int]) -> list[Any]:
-    """Runs on ranks, as if these were their nodes: large tensors and a small one from the first two ranks to
-    the last two, twice; wrong tensors, and the operations of a call.
+    """Run on ranks with these nodes: move tensors from the first two ranks to the last two, twice.
+
+    Large tensors and a small one; returns the wrong tensors, and the operations of a call.
     """
     torch.set_num_threads(1)
     rows, columns = 1031, 1021  # 4 MiB
@@ -360,7 +361,7 @@ def test_a_wave_is_gathered_while_the_next_one_crosses() -> None:
 
 
 def device_types() -> list[str]:
-    """Runs on ranks: the device of operations where rank 1 has no tensors, and rank 0 has some."""
+    """Run on ranks; return the device of operations where rank 1 has no tensors, and rank 0 has some."""
     found = []
     with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
         pair = mcr.Layout.sharded((4,), [0], 0), mcr.Layout.replicated((4,), [0])

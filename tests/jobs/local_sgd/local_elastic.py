@@ -1,8 +1,8 @@
-"""Trains by inner and outer steps in an elastic loop, in which a rank dies and comes back.
+"""Train by inner and outer steps in an elastic loop, in which a rank dies and comes back.
 
     mcr-plus run -n 3 --min-ranks 2 --restart-failed 2 local_elastic.py FOLDER
 
-Each rank writes what it has at the end to FOLDER/end.RANK. See tests/jobs/local_sgd/test_local.py.
+Each rank writes its final state to FOLDER/end.RANK. See tests/jobs/local_sgd/test_local.py.
 """
 
 from __future__ import annotations

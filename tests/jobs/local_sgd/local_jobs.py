@@ -58,7 +58,7 @@ def parameters(model: torch.nn.Module) -> list[float]:
 
 
 def courses(backend: str, dispatch: dict[str, Any]) -> list[list[list[list[float]]]]:
-    """Of each course and step, the parameters and the outer ones."""
+    """Return the parameters and the outer parameters of each course and step."""
     found = []
     with begin(backend, **dispatch) as comm:
         for settings, rate, steps in COURSES:
@@ -72,7 +72,7 @@ def courses(backend: str, dispatch: dict[str, Any]) -> list[list[list[list[float
 
 
 class Wide(torch.nn.Module):
-    """Two layers of sizes that no block of a codec divides."""
+    """Two layers with sizes that no block of a codec divides."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Wide(torch.nn.Module):
 
 
 def codecs() -> dict[str, dict[str, Any]]:
-    """By codec and feedback: outer parameters after some rounds (digests), or why it is refused."""
+    """Return, by codec and feedback, digests of the outer parameters after some rounds, or the error."""
     found: dict[str, dict[str, Any]] = {}
     with begin(None) as comm:
         for name in registry.names("codecs"):
@@ -112,7 +112,7 @@ def codecs() -> dict[str, dict[str, Any]]:
 
 
 def by_rule() -> dict[str, list[str]]:
-    """The codecs of fragments, by tag, as a rule for one of them says."""
+    """Return the codecs of fragments by tag, under a rule for one of them."""
     rules = [{"match": {"tag": "outer.1"}, "compress": {"codec": "int8_block"}}]
     found: dict[str, list[str]] = {}
     with begin("gloo", rules) as comm:
@@ -126,7 +126,7 @@ def by_rule() -> dict[str, list[str]]:
 
 
 def between_nodes() -> dict[str, Any]:
-    """On two nodes of two ranks: a rule compresses fragments between nodes alone."""
+    """A rule compresses fragments between nodes alone, on two nodes of two ranks."""
     torch.set_num_threads(1)
     stages = [{"hierarchical": {"nodes": [[0, 1], [2, 3]], "min": "1KiB"}}, {"compress": {}}]
     rule = {"match": {"tag": "outer.*"}, "hierarchical": {"inter": {"compress": {"codec": "int8_block"}}}}
@@ -154,7 +154,7 @@ def between_nodes() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str]:
-    """What a job is told."""
+    """Return the errors of a job."""
     with begin("gloo") as comm:
         model = Quadratic(comm.rank)
         other = torch.nn.Linear(2 + comm.rank, 2)
@@ -182,7 +182,7 @@ def _refused(model: torch.nn.Module, inner: torch.optim.Optimizer, **settings: A
 
 
 def restored() -> bool:
-    """Whether runs that are saved and restored at each step end as one that is not."""
+    """Return whether runs that are saved and restored at each step end like an uninterrupted run."""
     settings: dict[str, Any] = {"every": 4, "fragments": 3, "delay": 2, "mix": 0.5, "compress": "int8_block"}
 
     def run(at: int) -> list[float]:
@@ -217,14 +217,14 @@ EXACT = ("float32", "int8", "int4 feedback", "sign ef21")
 
 
 def endings() -> dict[str, Any]:
-    """By codec: what ranks had before `finish`, exact or not, and what became of it.
+    """Return, by codec, the state of ranks before `finish`, exact or not, and after it.
 
-    With every codec one fragment has been sent a step before, the other one three, and none is in flight.
+    With every codec one fragment was sent one step ago, the other three steps ago, and none is in flight.
     """
     found: dict[str, Any] = {}
 
     def residuals(local: mcr.LocalSteps) -> list[float]:
-        """What has not been sent, the mean over ranks, of the fragments end to end."""
+        """Return the unsent residuals of all fragments, end to end: their mean over ranks."""
         kept: list[float] = []
         states = mcr.state_dict()["codecs"].get("world", {})
         for fragment in local.fragments:
@@ -257,7 +257,7 @@ def endings() -> dict[str, Any]:
                     "codecs": sorted({str(each.codec) for each in sent}),
                     "bytes": sum(each.wire_bytes for each in sent), "rounds": local.rounds - rounds,
                 }  # fmt: skip
-                for _ in range(5):  # training goes on
+                for _ in range(5):  # training continues
                     one_step(local)
                 local.finish()
                 found[f"{name}{' exact' * exact}"]["later"] = outer_values(local)
@@ -271,7 +271,7 @@ def endings() -> dict[str, Any]:
 
 
 def feedback() -> dict[str, Any]:
-    """What becomes of residuals: with `mix`, of a second instance, and in a checkpoint."""
+    """Test residuals with `mix`, of a second instance, and in a checkpoint."""
     found: dict[str, Any] = {"distances": {}}
     comm = begin("gloo")
     for codec in ({"codec": "int4_block"}, {"codec": "topk", "ratio": 0.1}):
@@ -311,7 +311,7 @@ def feedback() -> dict[str, Any]:
     later = []
     for _ in range(2):
         comm = begin("gloo")
-        for _ in range(numbers[1]):  # the tags have the numbers, by which residuals are found
+        for _ in range(numbers[1]):  # residuals are found by the numbers in the tags
             made(Wide(comm.rank))
         again = run(0, (saved, states))
         both = [saved["codecs"]["world"], mcr.state_dict()["codecs"]["world"]]
@@ -330,7 +330,7 @@ def feedback() -> dict[str, Any]:
 
 
 def _distance(comm: mcr.Communicator, mix: float, compress: dict[str, Any]) -> float:
-    """How far the outer parameters end from the mean of the ranks' parameters, if nobody learns anything."""
+    """Return the outer parameters' final distance from the mean of ranks, without learning."""
     model = torch.nn.Linear(64, 33, bias=False)
     inner = SGD(model.parameters(), lr=0.0)
     local = mcr.local(model, inner, partial(SGD, lr=1.0), every=1, mix=mix, compress=compress)
@@ -348,7 +348,7 @@ TOKENS = [10, 30, 5]
 
 
 def after_a_death(victim: int, at: int, delay: int, compress: Any = None) -> dict[str, Any]:
-    """One of three ranks dies at a step; the others go on to the same number of steps."""
+    """One of three ranks dies at a step; the others continue to the same number of steps."""
     comm = begin("gloo")
     rank = comm.rank
     local = made(Quadratic(rank), every=4, fragments=2, delay=delay, mix=0.5, compress=compress)
@@ -362,7 +362,7 @@ def after_a_death(victim: int, at: int, delay: int, compress: Any = None) -> dic
         except mcr.PeerLost:
             losses += 1
             before = [each.rounds for each in local.fragments]
-            local.state_dict()  # of a world that is gone, with flights that will never arrive
+            local.state_dict()  # the state of a lost world, with flights that will never arrive
             mcr.shrink()
             saved = local.state_dict()
             assert [each["rounds"] for each in saved["fragments"]] == before
@@ -385,7 +385,7 @@ def with_a_newcomer(folder: str) -> dict[str, Any]:
     comm = _two_and_one(meeting.number)
     is_new = meeting.number == 2
     if not is_new:
-        made(Quadratic(comm.rank))  # so that those in the old world have other numbers
+        made(Quadratic(comm.rank))  # so that the instances in the old world have other numbers
     local = made(Quadratic(0 if is_new else comm.rank), every=4, fragments=2, delay=1, mix=0.5)
     local.model.problem = Quadratic(meeting.number).problem  # type: ignore[assignment]
     weighted = made(Quadratic(0 if is_new else comm.rank), 1.0, every=4, weighted=True)

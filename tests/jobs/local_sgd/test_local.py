@@ -97,7 +97,7 @@ def test_the_last_of_training_is_sent_by_the_codec_or_exactly(ranks: int) -> Non
             name
         )
         if "feedback" in name and "int2" not in name:
-            # Nothing is lost: what is missing in the end, and was not before, waits to be sent.
+            # Nothing is lost: values that are newly missing in the end wait to be sent.
             wanted = mean - first["before"] + np.array(first["after"])
             np.testing.assert_allclose(first["ends"], wanted, rtol=1e-5, atol=1e-6)
             assert any(first["after"])
@@ -148,7 +148,7 @@ def test_checkpoints_at_every_step_restore_the_same_run() -> None:
 def test_residuals_are_sent_later_unless_they_decay() -> None:
     results = [each.value for each in run_ranks(jobs.feedback, 2, timeout=240)]
     for found in results:
-        # What is not sent is sent later, once, whatever `mix`; without feedback, or where it decays, never.
+        # Unsent values are sent later, once, whatever `mix`; without feedback, or with decay, never.
         for name, distance in found["distances"].items():
             if name.endswith("True"):
                 assert distance < 1e-3, found["distances"]
@@ -201,7 +201,8 @@ def test_a_newcomer_begins_with_the_outer_state(tmp_path: Path) -> None:
         assert (each["begun"]["steps"], each["begun"]["position"], each["size"]) == (10, 2, 3)
         assert each["values"] == trained["values"]
     assert [each["begun"]["tags"] for each in found] == [["outer.1.0", "outer.1.1", "outer.2.0"]] * 3
-    # Steps 11 to 17: the third window of weighted means ends with step 12, of which a newcomer has made two.
+    # Steps 11 to 17: the third window of weighted means ends with step 12; a newcomer has made two of its
+    # steps.
     for at, steps in ((1, [4, 4, 2]), (5, [4, 4, 4])):
         shares = np.array(steps) * jobs.TOKENS
         moved = np.array([each["begun"]["moved"][at] for each in found])

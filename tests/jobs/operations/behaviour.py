@@ -1,4 +1,4 @@
-"""What the table of operations does not show: messages, objects, handles, arrays, codecs, the life of a job.
+"""Behaviour beyond the table of operations: messages, objects, handles, arrays, codecs, the life of a job.
 
 This part runs on the ranks; `test_conformance` starts it. Each section is a function of a communicator, the
 backends to ask for, and the failures to add to; it runs in a job of its own, so that one section's failure
@@ -44,24 +44,24 @@ def mine(
 def everyones(
     comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT
 ) -> list[Array]:
-    """The inputs of all ranks."""
+    """Return the inputs of all ranks."""
     return [inputs(dtype, rank, (count,), salt) for rank in range(comm.size)]
 
 
 def summed(comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT) -> Array:
-    """The sum of all ranks' inputs."""
+    """Return the sum of all ranks' inputs."""
     return reduced(everyones(comm, count, salt, dtype), "SUM")
 
 
 def possible_backends(comm: mcr.Communicator, backend: str | None) -> set[str]:
-    """The libraries that may have been used: where none is named, tables choose by kind and size."""
+    """Return the libraries that may have run: without a named library, tables choose by kind and size."""
     if comm.size == 1:
         return {"local"}
     return set(mcr.get_backends()) if backend is None else {backend}
 
 
 def started(work: mcr.Work | None) -> mcr.Work:
-    """The handle that an asynchronous call must return."""
+    """Check and return the handle of an asynchronous call."""
     assert work is not None
     return work
 
@@ -99,7 +99,7 @@ def _rough_sum(
 
 
 def same_bits(comm: mcr.Communicator, name: str, tensor: torch.Tensor, failures: Failures) -> None:
-    """All ranks of the group hold the same bits."""
+    """Return whether all ranks of the group hold the same bits."""
     prints = comm.all_gather_object(
         zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     )
@@ -225,7 +225,7 @@ def _codec_as_mapping(comm: mcr.Communicator, backend: str | None, failures: Fai
 
 
 def messages(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Tags out of order, any source, batches, sub-groups, sizes of zero."""
+    """Test tags out of order, any source, batches, sub-groups, sizes of zero."""
     backwards = mcr.new_group(list(range(comm.size))[::-1])
     for backend in backends:
         for group in (comm, backwards):
@@ -238,7 +238,7 @@ def messages(comm: mcr.Communicator, backends: Backends, failures: Failures) -> 
 
 
 def _neighbours(comm: mcr.Communicator) -> tuple[int, int]:
-    """Group ranks of those before and after this one."""
+    """Return the group ranks of the ranks before and after this one."""
     return (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
 
 
@@ -261,7 +261,7 @@ def _tags_out_of_order(comm: mcr.Communicator, backend: str | None, name: str, f
 
 
 def _any_source(comm: mcr.Communicator, backend: str | None, name: str, failures: Failures) -> None:
-    """Rank 0 receives from everyone else, not knowing in which order."""
+    """Rank 0 receives from all other ranks in an unknown order."""
     if comm.rank > 0 or comm.size == 1:
         comm.send(mine(comm, salt=8), comm.ranks[0], 3, backend=backend)
     if comm.rank == 0:
@@ -333,7 +333,7 @@ def objects(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
 
 
 def barriers(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Nobody leaves before everybody has come."""
+    """No rank leaves a barrier before all ranks have come."""
     backwards = mcr.new_group(list(range(comm.size))[::-1])
     late = 0
     for backend in backends:
@@ -356,7 +356,7 @@ def barriers(comm: mcr.Communicator, backends: Backends, failures: Failures) -> 
 
 
 def persistent(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Each kind bound once and run on changing data, in turns by a call and by a handle."""
+    """Bind each kind once and run it on changing data, in turns by a call and by a handle."""
     for backend in backends:
         for group in (comm, mcr.new_group(list(range(comm.size))[::-1])):
             for dtype in (torch.float32, torch.bfloat16, torch.int8):
@@ -543,7 +543,7 @@ def _torch_reduce_ops(comm: mcr.Communicator, backend: str | None, failures: Fai
 
 
 def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Inputs that share memory with outputs."""
+    """Test inputs that share memory with outputs."""
     size, me = comm.size, comm.rank
     for backend in backends:
         parts = everyones(comm)
@@ -591,7 +591,7 @@ def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) 
 
 
 def handles(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Waits in any order, completion without a wait, and what `info` says."""
+    """Test waits in any order, completion without a wait, and the text of `info`."""
     for backend in backends:
         tensors = [mine(comm, salt=salt) for salt in range(20)]
         works = [started(comm.all_reduce(tensor, async_op=True, backend=backend)) for tensor in tensors]
@@ -666,7 +666,7 @@ def _infos(comm: mcr.Communicator, backend: str | None, failures: Failures) -> N
 
 
 def _mixed(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Operations of all libraries in flight together, on two groups."""
+    """Run operations of all libraries together in flight, on two groups."""
     other = mcr.new_group(list(range(comm.size))[::-1])
     flying = []
     for turn in range(8):
@@ -681,7 +681,7 @@ def _mixed(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
 
 
 def dropped(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """A handle that nobody keeps: the operation ends well, even when its memory would be used again."""
+    """A dropped handle: the operation succeeds, even when its memory would be reused."""
     count = 100_000
     for backend in backends:
         for turn in range(2 * comm.size):
@@ -711,7 +711,7 @@ def dropped(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
 
 
 def groups(comm: mcr.Communicator, backends: Backends, failures: Failures) -> None:
-    """Ranks of groups, ranks in arguments, splits, and who is no member."""
+    """Test ranks of groups, ranks in arguments, splits, and ranks outside a group."""
     size, me = comm.size, comm.rank
     backwards = mcr.new_group(list(range(size))[::-1])
     failures.expect(
@@ -753,7 +753,7 @@ def groups(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
 
 
 def beside_torch(folder: str, backends: Backends, failures: Failures) -> None:
-    """A default process group of torch.distributed, made before or after ours, and used between."""
+    """Use a default process group of torch.distributed, made before or after the library's job."""
     rank, size = _who()
     kept = []  # torch 2.6 may hang when it destroys a group of gloo that has the last reference to a tensor
 
@@ -852,7 +852,7 @@ LIVES: Final[dict[str, Callable[[str, Backends, Failures], None]]] = {
 
 
 def examine(backends: Backends, tables: Sequence[str], folder: str) -> dict[str, Any]:
-    """Everything on one launch: all sections and some tables. What each found, by name."""
+    """Run all sections and some tables in one launch; return the findings of each, by name."""
     reports = {}
 
     def run(name: str, function: Callable[[Failures], None]) -> None:

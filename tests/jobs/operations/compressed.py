@@ -1,4 +1,4 @@
-"""What runs on the ranks for `test_compressed`."""
+"""Programs of ranks for `test_compressed`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values(rank: int, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
 
 
 def once(case: Case, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor after it has been encoded and decoded."""
+    """Return a tensor after it has been encoded and decoded."""
     codec = case.make_payload()
     if not tensor.numel():
         return tensor.clone()
@@ -38,9 +38,9 @@ def once(case: Case, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Exam:
-    """One codec, one dtype, one group, one size: runs operations and notes which of them are refused.
+    """Runs operations with one codec, dtype, group and size, and notes the refused ones.
 
-    Moved values are compared bit by bit, sums with what encoding them may cost.
+    Moved values are compared bit by bit, sums within the error bound of the codec.
     """
 
     MOVES = (
@@ -66,7 +66,8 @@ class Exam:
         self.numel, self.own = numel, self.every[comm.rank]
         self.encodes = isinstance(self.codec, PayloadCodec) and dtype in self.codec.traits.dtypes
         self.seen = [once(case, each) for each in self.every] if self.encodes else self.every
-        # Where all ranks' places and values outweigh the values, an all_reduce of a sparse codec is dense.
+        # If all ranks' places and values are larger than the dense values, a sparse codec's all_reduce is
+        # dense.
         self.dense = False
         if self.codec.traits.sparse and isinstance(self.codec, PayloadCodec):
             self.dense = self.codec.wire_nbytes(numel) * comm.size >= 2 * numel * dtype.itemsize
@@ -74,7 +75,7 @@ class Exam:
         self.refused: list[str] = []
 
     def run(self, *, briefly: bool = False) -> None:
-        """Run every operation, or one of each way in which values are encoded: moved, in rows, summed."""
+        """Run every operation, or one for each way to encode values: moved, in rows, summed."""
         for what in ("broadcast", "all_to_all_v", "ring") if briefly else self.MOVES:
             self.attempt(what)
         sums = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v")
@@ -104,18 +105,18 @@ class Exam:
         self.failures.expect(f"{what} {self.name}", equal, seen)
 
     def near(self, what: str, got: torch.Tensor, expected: F64, room: float) -> None:
-        """Within `room` of the L2 norm of the difference, and what the dtype rounds."""
+        """Check the L2 norm of the difference against `room` and the rounding of the dtype."""
         off = float(np.linalg.norm(f64(got) - expected))
         eps = max(float(torch.finfo(self.dtype).eps), 2.0**-22) * float(np.linalg.norm(expected)) + 1e-6
         self.failures.expect(f"{what} {self.op} {self.name}", off <= room + eps, f"{off} > {room} + {eps}")
 
     def agreed(self, tensor: torch.Tensor) -> None:
-        """All ranks hold the same bits."""
+        """Check that all ranks hold the same bits."""
         mine = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         prints = self.comm.all_gather_object(mine)
         self.failures.expect(f"equal bits {self.op} {self.name}", len(set(prints)) == 1, prints)
 
-    # -- what moves -------------------------------------------------------------------------------
+    # -- moved values -------------------------------------------------------------------------------
 
     def broadcast(self) -> None:
         tensor = self.own.clone()
@@ -147,7 +148,7 @@ class Exam:
         self.same("all_to_all", out, torch.cat(expected))
 
     def rows(self, source: int, target: int) -> int:
-        """How many values go from one rank to another: none now and then."""
+        """Return the number of values from one rank to another: sometimes none."""
         return (source * 3 + target * 5) % 7 * (self.numel // 7)
 
     def all_to_all_v(self) -> None:
@@ -192,14 +193,14 @@ class Exam:
 
     @property
     def scale(self) -> float:
-        """What a sum is multiplied with."""
+        """Return the factor of a sum."""
         return 1 / self.size if self.op == "AVG" else 1.0
 
     def expected(self, terms: Sequence[torch.Tensor]) -> tuple[F64, float]:
-        """The sum, and how far off it may be.
+        """Return the sum and its permitted error.
 
-        A sparse codec loses most of the values, which error feedback brings back: its sum is that of what it
-        sends, without the rank's own part where that need not travel.
+        A sparse codec drops most values, which error feedback sends later: its sum is the sum of the sent
+            values, without the rank's own part if that need not travel.
         """
         codec = self.codec
         if codec.traits.sparse:
@@ -216,7 +217,7 @@ class Exam:
         return total, 2 * lost
 
     def at_all(self) -> tuple[F64, float]:
-        """What all_reduce and reduce should give."""
+        """Return the expected result of all_reduce and reduce."""
         if self.dense:
             total: F64 = self.scale * np.sum([f64(each) for each in self.every], 0)
             return total, self.size * float(torch.finfo(self.dtype).eps) * float(np.linalg.norm(total))
@@ -270,7 +271,7 @@ class Exam:
             arrived = (tensor != 0).flatten().numpy()
             expected = total * arrived * (total.size / arrived.sum() if self.codec.traits.unbiased else 1)
             self.failures.expect(f"something arrives {self.name}", bool(arrived.any()))
-        elif self.codec.name == "powersgd":  # the sum, projected onto what the result's columns span
+        elif self.codec.name == "powersgd":  # the sum, projected onto the span of the result's columns
             left, weights, _ = np.linalg.svd(f64(tensor).reshape(5, -1))
             span = left[:, weights > 1e-2 * weights[0]]
             self.failures.expect(f"rank {self.name}", span.shape[1] == 1, weights)
@@ -286,11 +287,11 @@ class Exam:
 
 
 def every_codec(backends: list[str | None], briefly: bool, only: list[str] | None = None) -> dict[str, Any]:
-    """Every codec × operation × dtype; returns what went wrong, and what was refused by codec and dtype.
+    """Run every codec × operation × dtype; return the failures, and the refusals by codec and dtype.
 
     Backends after the first get two types, one for each group, in one size: most codecs send another type
-    than they take. `briefly`: only float32 in the larger size, on the first backend, has all operations; of
-    those that are alike for encoding one runs elsewhere, where codecs have the first of their options.
+    than they take. `briefly`: only float32 in the larger size on the first backend has all operations.
+    Elsewhere one operation of each way of encoding runs, and codecs have only their first options.
     """
     torch.set_num_threads(1)
     failures = Failures()

@@ -23,7 +23,7 @@ Check = Callable[[], "str | None"]
 Runner = Callable[["Scene"], "tuple[Any, list[Check]]"]
 
 IN_FLIGHT: Final = 4  # asynchronous cases at a time
-FILL: Final = 77  # what lies around a tensor that does not own all its memory
+FILL: Final = 77  # the bytes around a tensor that does not own all its memory
 PAIRS: Final = [(op, dtype) for op, dtypes in REDUCIBLE.items() for dtype in dtypes]
 
 # name → shape, and how the tensor lies in memory
@@ -68,7 +68,7 @@ class Laid:
         return view
 
     def spilled(self) -> str | None:
-        """What was written outside the tensor."""
+        """Return the bytes written outside the tensor."""
         if self._base is None or self._base.dim() == 0:
             return None
         base = self._base
@@ -80,7 +80,7 @@ class Laid:
 
 
 def neighbours(values: Sequence[Array], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors that lie next to each other in memory, not at its beginning."""
+    """Return tensors next to each other in memory, away from its beginning."""
     base = reference.zeros(4 + sum(value.size for value in values), dtype=dtype)
     parts = torch.split(base[4:], [value.size for value in values])
     tensors = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
@@ -91,7 +91,7 @@ def neighbours(values: Sequence[Array], dtype: torch.dtype) -> list[torch.Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table."""
+    """A cell of the table."""
 
     name: str
     backend: str | None
@@ -108,7 +108,7 @@ class Case:
 
 
 class Scene:
-    """One case on this rank: makes tensors, calls the operation, and says what must come out."""
+    """One case on this rank: makes tensors, calls the operation, and states the expected result."""
 
     def __init__(self, comm: mcr.Communicator, case: Case) -> None:
         self.comm = comm
@@ -121,11 +121,11 @@ class Scene:
 
     @property
     def root_rank(self) -> int:
-        """The root as arguments name it: a rank of the whole job."""
+        """Return the root in the form of arguments: a rank of the whole job."""
         return self.comm.ranks[self.root]
 
     def call(self, *args: Any, **keywords: Any) -> Any:
-        """The operation, in turns as a function and as a method, with and without a reduce op."""
+        """Call the operation, in turns as a function and as a method, with and without a reduce op."""
         case = self.case
         keywords |= {"backend": case.backend}
         if case.name != "ring":
@@ -139,13 +139,13 @@ class Scene:
         return getattr(mcr, name)(*args, group=group, **keywords)
 
     def data(self, rank: int, shape: Shape | None = None, part: int = 0) -> Array:
-        """A rank's input."""
+        """Return a rank's input."""
         chosen = self.shape if shape is None else shape
         case = self.case
         return inputs(case.dtype, rank, chosen, case.salt % 97 + 100 * part, product=case.op == "PRODUCT")
 
     def rows(self, count: int) -> Shape:
-        """The case's shape with another dim 0."""
+        """Return the case's shape with another dim 0."""
         return (count, *self.shape[1:])
 
     def stacked(self) -> Shape:
@@ -153,36 +153,36 @@ class Scene:
         return (len(self.ranks), *self.shape)
 
     def lay(self, values: Array) -> torch.Tensor:
-        """An input or in-place tensor with the case's layout."""
+        """Return an input or in-place tensor with the case's layout."""
         laid = Laid(values, self.case.dtype, self.layout)
         self.checks.append(laid.spilled)
         return laid.tensor
 
     def lay_all(self, values: Sequence[Array]) -> list[torch.Tensor]:
-        """A list of tensors; neighbours in memory where the layout says so."""
+        """Return a list of tensors; neighbours in memory where the layout says so."""
         if self.layout == "neighbours":
             return neighbours(values, self.case.dtype)
         return [self.lay(value) for value in values]
 
     def source(self, values: Array) -> torch.Tensor:
-        """A tensor that the operation must leave as it is."""
+        """Return a tensor that the operation must not change."""
         tensor = self.lay(values)
         self.is_left(tensor, values)
         return tensor
 
     def sources(self, values: Sequence[Array]) -> list[torch.Tensor]:
-        """Tensors that the operation must leave as they are."""
+        """Return tensors that the operation must not change."""
         tensors = self.lay_all(values)
         for tensor, value in zip(tensors, values, strict=True):
             self.is_left(tensor, value)
         return tensors
 
     def target(self, expected: Array, allowed: float | Array = 0.0) -> torch.Tensor:
-        """A tensor of other values, which must be `expected` afterwards."""
+        """Return a tensor of other values that must be `expected` afterwards."""
         return self.targets([expected], allowed)[0]
 
     def targets(self, expected: Sequence[Array], allowed: float | Array = 0.0) -> list[torch.Tensor]:
-        """Tensors of other values, which must be `expected` afterwards."""
+        """Return tensors of other values that must be `expected` afterwards."""
         kept = self.case.dtype
         blank = [inputs(kept, 99, value.shape, 7) for value in expected]
         tensors = self.lay_all(blank) if len(blank) > 1 else [self.lay(blank[0])]
@@ -191,7 +191,7 @@ class Scene:
         return tensors
 
     def becomes(self, tensor: torch.Tensor, expected: Array, allowed: float | Array = 0.0) -> None:
-        """What must be in a tensor afterwards."""
+        """Note the expected values of a tensor after the operation."""
         self.checks.append(lambda: difference(tensor, expected, allowed))
 
     def is_left(self, tensor: torch.Tensor, values: Array) -> None:
@@ -199,10 +199,10 @@ class Scene:
         self.checks.append(lambda: (d := difference(tensor, values)) and f"an input was changed: {d}")
 
     def reduced(self, shape: Shape | None = None, part: int = 0) -> tuple[Array, Array]:
-        """The reduction of all ranks' inputs, and how far the result may be off."""
+        """Return the reduction of all ranks' inputs, and the permitted error."""
         op = self.case.op or "SUM"
         value = reduced([self.data(rank, shape, part) for rank in self.ranks], op)
-        # Sums of our inputs are exact; a mean is rounded once, after a division in the type itself or wider.
+        # Sums of the inputs are exact; a mean is rounded once, after a division in the dtype or a wider one.
         factor = 2 * unit_roundoff(self.case.dtype) * 2**0.5 if op == "AVG" else 0.0
         return value, np.abs(value) * factor
 
@@ -324,14 +324,14 @@ def _scatter_v(s: Scene) -> Any:
 
 
 def _ring(s: Scene) -> Any:
-    """Everyone sends to the next rank. Sends come first on some ranks and second on others."""
+    """Send from every rank to the next. Sends come first on some ranks and second on others."""
     left, right = (s.comm.ranks[(s.me + step) % len(s.ranks)] for step in (-1, 1))
     source, target = s.source(s.data(s.me)), s.target(s.data((s.me - 1) % len(s.ranks)))
     backend = s.case.backend
     tag = 0 if backend == "nccl" else s.case.salt % 1000  # NCCL has none
     sends_first = s.me % 2 == 0
     if not s.case.async_op and len(s.ranks) > 1:
-        # Blocking, so one rank must begin by receiving.
+        # The calls block, so one rank must receive first.
         if s.me == 0:
             mcr.recv(target, left, tag, group=s.comm, backend=backend)
             mcr.send(source, right, tag, group=s.comm, backend=backend)
@@ -351,7 +351,7 @@ def _ring(s: Scene) -> Any:
 
 
 def _uneven(s: Scene, rank: int) -> Shape:
-    """The shape of a rank's part: some have no rows, a scalar stays one."""
+    """Return the shape of a rank's part: some have no rows, a scalar stays one."""
     return s.rows((2 * rank + s.case.salt) % 4) if s.shape else ()
 
 
@@ -406,7 +406,7 @@ def every_type(backends: Iterable[str | None], groups: Sequence[str]) -> Iterato
     for salt, ((name, op, dtype), backend, async_op, group) in enumerate(cells):
         if backend is None and group != "world":
             continue  # the pipeline's choice is one of the others
-        # Twelve shapes and a table of even strides: one more step now and then lets all combinations occur.
+        # With twelve shapes and even strides, an occasional extra step lets all combinations occur.
         if salt % 61 == 0:
             next(shapes)
         yield Case(name, backend, dtype, op, group, next(shapes), async_op, salt)
@@ -425,7 +425,7 @@ def every_shape(backends: Iterable[str | None], groups: Sequence[str]) -> Iterat
 
 
 def some_shapes(backends: Iterable[str | None], groups: Sequence[str]) -> Iterator[Case]:
-    """Of `every_shape` one mode and group for each operation, backend and shape; those take turns."""
+    """Return the cases of `every_shape`: by turns one mode and group per operation, backend and shape."""
     cases = every_shape(backends, groups)
     of_a_cell = groupby(cases, lambda case: (case.name, case.backend, case.shape))
     for turn, (_, cell) in enumerate(of_a_cell):
@@ -437,7 +437,7 @@ def some_shapes(backends: Iterable[str | None], groups: Sequence[str]) -> Iterat
 
 
 def some_types(backends: Iterable[str | None], groups: Sequence[str]) -> Iterator[Case]:
-    """Of `every_type` one mode and group for each operation, reduce op, dtype and backend, by turns."""
+    """Return the cases of `every_type`: by turns one mode and group per operation, op, dtype, backend."""
     cases = every_type(backends, groups)
     of_a_cell = groupby(cases, lambda case: (case.name, case.op, case.dtype, case.backend))
     for turn, (_, cell) in enumerate(of_a_cell):
@@ -464,7 +464,7 @@ def run_table(cases: Iterable[Case], groups: dict[str, mcr.Communicator], failur
 
 
 def _land(flying: list[tuple[Case, list[Check], Any]], failures: Failures) -> None:
-    """Wait for what is in flight, the last one first."""
+    """Wait for the operations in flight, the last one first."""
     for case, checks, work in reversed(flying):
         for each in work if isinstance(work, list) else [work]:
             each.wait()
@@ -481,7 +481,7 @@ def _returned(work: object) -> str | None:
 
 
 def make_groups(comm: mcr.Communicator) -> dict[str, mcr.Communicator]:
-    """World, a sub-group in reversed order, one that overlaps it, and the parts of a split."""
+    """Return the world, a sub-group in reversed order, one that overlaps it, and the parts of a split."""
     size = comm.size
     groups = {"world": comm, "reversed": mcr.new_group([0] if size == 1 else list(range(size))[::-1][:2])}
     if size > 1:
@@ -511,7 +511,7 @@ def shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failure
 
 
 def some_shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
-    """Run `some_shapes` on the backends that are named: what the pipeline chooses is one of them."""
+    """Run `some_shapes` on the named backends; the pipeline's own choice is one of them."""
     groups = make_groups(comm)
     named = [backend for backend in backends if backend is not None]
     run_table(some_shapes(named, _two_of(groups)), groups, failures)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the codec delta."""
+"""Programs of ranks in the tests of the codec delta."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def moved(values: torch.Tensor, seed: int, share: float) -> torch.Tensor:
-    """A share of the elements moved by one step of their bits."""
+    """Move a share of the elements by one step of their bits."""
     draw = torch.Generator().manual_seed(seed)
     chosen = torch.rand(values.shape, generator=draw) < share
     if values.dtype is torch.bool:
@@ -43,7 +43,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job for all kinds
-    """Each kind and dtype, call by call; returns what differed, and shares of the bytes."""
+    """Run each kind and dtype, call by call; return the differences and the shares of bytes."""
     wrong: list[str] = []
     shares: dict[str, list[float]] = {}
     with mcr.init(backends=backends) as comm:
@@ -78,7 +78,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
                     comm.scatter(out, parts, root, compress="delta", tag=f"s{dtype}{numel}")
                     if not same(out, held[comm.rank]):
                         wrong.append(f"scatter {what}")
-                    # Each to the next, in a ring: the state is that of the peer and the tag.
+                    # Each rank sends to the next, in a ring: each peer and tag has a state.
                     before = (comm.rank - 1) % ranks
                     out = torch.empty_like(held[before])
                     sent = comm.isend(held[comm.rank], (comm.rank + 1) % ranks, numel, compress="delta")
@@ -89,7 +89,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
                     info = sent.info
                     assert (info.kind, info.codec, info.bytes) == ("send", "delta", out.nbytes), info
                     shares.setdefault(f"send {call}", []).append(info.wire_bytes / out.nbytes)
-        # Sizes that change from call to call, in the uneven form.
+        # Test sizes that change from call to call, in the uneven form.
         for call in range(4):
             sizes = [1000 + 100 * rank + 7 * (call // 2) for rank in range(ranks)]
             parts = [moved(first(torch.float32, size, rank), call, 0.01) for rank, size in enumerate(sizes)]
@@ -101,7 +101,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
             comm.scatter_v(out, parts if comm.rank == 0 else None, 0, compress="delta", tag="v")
             if not same(out, parts[comm.rank]):
                 wrong.append(f"scatter_v call {call}")
-        # Several in flight under one tag.
+        # Several messages are in flight under one tag.
         x = first(torch.bfloat16, 5000, 1)
         versions = [x := moved(x, call, 0.02) for call in range(5)]
         got = [version.clone() if comm.rank == 0 else torch.zeros_like(version) for version in versions]
@@ -110,7 +110,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
             work.wait()
         if not all(same(*pair) for pair in zip(got, versions, strict=True)):
             wrong.append("several in flight")
-        # Also of messages, of two shapes under one tag.
+        # Messages of two shapes share one tag.
         given = [part for version in versions for part in (version, version[:3000].contiguous())]
         taken = [torch.zeros_like(part) for part in given]
         if comm.rank < 2:
@@ -121,7 +121,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
                 work.wait()
             if not all(same(*pair) for pair in zip(given, taken, strict=True)):
                 wrong.append("several messages in flight")
-            # And with messages without the codec between them; the sends of the second round wait one by one.
+            # Messages without the codec lie between them; the second round waits for its sends one by one.
             for blocks in (False, True):
                 given = [moved(part, 7 + blocks, 0.02) for part in given[:4]]
                 taken = [torch.zeros_like(part) for part in given]
@@ -144,7 +144,7 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
 
 
 def damaged(kind: str) -> list[list[str]]:
-    """A payload is damaged on rank 1 in the second call; what each call raised, on each rank."""
+    """Damage a payload on rank 1 in the second call; return the error of each call on each rank."""
     apply, is_armed = kernel.apply, False
 
     def spoiled(wire: torch.Tensor, out: torch.Tensor) -> kernel.Header:
@@ -191,7 +191,7 @@ def damaged(kind: str) -> list[list[str]]:
 
 
 def another_base() -> list[Any]:
-    """The receiver of messages holds other bits, and a higher version, than the sender has sent to it."""
+    """The receiver of messages holds other bits, and a higher version, than the sender sent."""
     with mcr.init(backends=["gloo"]) as comm:
         x, found = first(torch.float32, 20_000, 0), []
         for call in range(4):
@@ -212,7 +212,7 @@ def another_base() -> list[Any]:
 
 
 def bounded(keep: int, tags: int) -> dict[str, Any]:
-    """More tags than `keep` bytes have room for, in turns; what differed, and the bytes of copies."""
+    """Use more tags in turns than fit in `keep` bytes; return the differences and the bytes of copies."""
     wrong: list[str] = []
     most = 0
     codec = {"codec": "delta", "keep": keep}
@@ -264,7 +264,7 @@ def bounded(keep: int, tags: int) -> dict[str, Any]:
 
 
 def dropped_by_one(kind: str) -> dict[str, Any]:
-    """One rank alone drops what it holds: a receiver before call 2, the sender before call 4."""
+    """One rank alone drops its copies: a receiver before call 2, the sender before call 4."""
     wrong, shares = [], []
     with mcr.init(backends=["gloo"]) as comm:
         x = first(torch.bfloat16, 20_000, 0)
@@ -362,7 +362,7 @@ def hierarchical(inter: bool) -> dict[str, Any]:
 
 
 def in_inference_mode(codec: str) -> list[str]:
-    """Broadcasts and messages in torch's inference mode and outside of it, in turns; what differed."""
+    """Run broadcasts and messages in turns inside and outside torch's inference mode; return differences."""
     wrong: list[str] = []
     with mcr.init(backends=["gloo"]) as comm:
         held = first(torch.bfloat16, 40_001, 3)

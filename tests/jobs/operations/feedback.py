@@ -1,4 +1,4 @@
-"""What runs on the ranks for `test_feedback`."""
+"""Programs of ranks for `test_feedback`."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ FED_BACK: list[dict[str, Any]] = [
 
 
 def drawn(rank: int, step: int) -> torch.Tensor:
-    """A rank's values in a step."""
+    """Return a rank's values in a step."""
     random = np.random.default_rng([rank, step])
     return torch.tensor(random.standard_normal(SHAPE), dtype=torch.float32)
 
 
 def mean_of(ranks: int, steps: range) -> F64:
-    """The sum over steps of the mean over ranks."""
+    """Return the sum over steps of the mean over ranks."""
     total: F64 = np.sum([f64(drawn(rank, step)) for step in steps for rank in range(ranks)], 0) / ranks
     return total
 
 
 def left_over(state: dict[str, Any], tag: str) -> F64:
-    """What an operation has kept back, as part of the mean over ranks."""
+    """Return an operation's residual as a part of the mean over ranks."""
     (kept,) = (kept for name, kept in state["codecs"]["world"].items() if f"tag={tag} " in name)
     shard = kept.get("shard")
     return f64(kept["residual"]) + (0 if shard is None else f64(shard))
 
 
 def off(got: F64, expected: F64) -> float:
-    """The relative L2 norm of a difference."""
+    """Return the relative L2 norm of a difference."""
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def nothing_is_lost(op: Any, steps: int) -> dict[str, Any]:
-    """With error feedback, all results and what is kept back add up to all that was put in."""
+    """With error feedback, the results and the residuals add up to all inputs."""
     torch.set_num_threads(1)
     found = {}
     with mcr.init(timeout=60) as comm:
@@ -100,7 +100,7 @@ def saves(path: str, steps: int) -> dict[str, list[float]]:
 
 
 def goes_on_with_failover() -> list[float]:
-    """Errors of the sum of two steps, each in a job of its own: with what is kept at the end, and without."""
+    """Return the errors of the sum of two steps in two jobs, with and without kept residuals."""
     torch.set_num_threads(1)
     stages: list[Any] = [{"compress": {"codec": "int4_block", "error_feedback": True}}, {"select": {}}]
     config = {
@@ -124,7 +124,7 @@ def goes_on_with_failover() -> list[float]:
 
 
 def goes_on(path: str, steps: list[int], late: bool) -> dict[str, Any]:
-    """Further steps with what another job had kept, taken back before or after the first call is bound."""
+    """Run further steps with another job's residuals, loaded before or after the first call is bound."""
     torch.set_num_threads(1)
     found = {}
     with mcr.init(timeout=60) as comm:
@@ -164,7 +164,7 @@ def estimates(steps: int) -> dict[str, list[float]]:
 
 
 def in_flight(calls: int) -> dict[str, Any]:
-    """Several calls of one operation in flight: the same as one after another, on all ranks."""
+    """Several calls of one operation in flight have the results of calls one after another, on all ranks."""
     torch.set_num_threads(1)
     found = {}
     with mcr.init(timeout=60) as comm:
@@ -214,7 +214,7 @@ def corrected_momentum(steps: int, ratio: float, momentum: float) -> list[list[f
 
 
 def a_bad_step() -> dict[str, list[Any]]:
-    """A value that is not finite: visible in its step on all ranks, forgotten in the next."""
+    """A value that is not finite shows in its step on all ranks and is gone in the next."""
     torch.set_num_threads(1)
     found = {}
     with mcr.init(timeout=60) as comm:
@@ -232,7 +232,7 @@ def a_bad_step() -> dict[str, list[Any]]:
 
 
 def a_bad_step_of_ef21() -> dict[str, list[bool]]:
-    """Which steps of EF21 are finite, when the second is not."""
+    """Return the finite steps of EF21 if the second step's input is not finite."""
     torch.set_num_threads(1)
     found = {}
     with mcr.init(timeout=60) as comm:
@@ -249,7 +249,7 @@ def a_bad_step_of_ef21() -> dict[str, list[bool]]:
 
 
 def by_name(calls: int) -> dict[str, Any]:
-    """One tag with and without feedback; inputs beside never_slower; states of sub-groups, saved again."""
+    """Test one tag with and without feedback, inputs next to never_slower, and saved states of sub-groups."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with mcr.init(timeout=60) as comm:
@@ -365,7 +365,7 @@ class Crooked(PayloadCodec):
 
 
 class Sluggish(Crooked):
-    """Takes a second, on one rank, by the clock of `never_slower`: far above what a busy machine adds."""
+    """Takes a second on one rank, by the clock of `never_slower`: far more than a busy machine adds."""
 
     name = "sluggish"
     ahead = 0.0
@@ -424,7 +424,7 @@ def decisions() -> dict[str, Any]:
 
 
 def refusals() -> list[str]:
-    """What cannot be done is said on every rank, and nothing is sent."""
+    """Impossible calls raise on every rank, and nothing is sent."""
     texts = []
     with mcr.init(timeout=60) as comm:
         x = torch.ones(600)

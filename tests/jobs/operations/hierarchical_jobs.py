@@ -57,7 +57,7 @@ def tensor(rank: int, dtype: torch.dtype, count: int, salt: int, *, product: boo
 
 
 def reduced_cases(dtypes: Dtypes) -> Iterator[tuple[ReduceOp, torch.dtype, int]]:
-    """Every op and dtype that has a meaning, in every size."""
+    """Return the cases of every valid op and dtype, in every size."""
     for op in REDUCE_OPS:
         for dtype in REDUCIBLE[op]:
             if dtype in dtypes:
@@ -66,7 +66,7 @@ def reduced_cases(dtypes: Dtypes) -> Iterator[tuple[ReduceOp, torch.dtype, int]]
 
 
 def reductions(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
-    """Sums of all, and blocks of them; equal bits on all ranks."""
+    """Check sums and blocks of sums; all ranks have equal bits."""
     for salt, (op, dtype, count) in enumerate(reduced_cases(dtypes)):
         for kind, numel in (("all_reduce", count), ("reduce_scatter", count * comm.size)):
             product = op == "PRODUCT"
@@ -130,7 +130,7 @@ def movements(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> Non
 
 
 def in_flight(comm: mcr.Communicator, failures: Failures, _: Dtypes) -> None:
-    """Many at once, of all kinds, waited for in another order on every rank."""
+    """Run many operations of all kinds at once, waited for in another order on every rank."""
     works: list[tuple[str, mcr.Work, Callable[[], str | None]]] = []
     for turn in range(4 * len(HIERARCHICAL)):
         count, root = 1031 + turn, turn % comm.size
@@ -269,7 +269,7 @@ def summed(comm: mcr.Communicator, count: int = 4099, salt: int = 0) -> torch.Te
 
 
 def compressed() -> None:
-    """The codec of the stage applies between nodes only; that of the call takes precedence."""
+    """The codec of the stage applies between nodes only; the codec of the call takes precedence."""
     with mcr.init(config(**NODES, inter=INT8)) as comm:
         for op, scale in (("SUM", 1), ("AVG", comm.size)):
             values = noise(comm.rank)
@@ -316,7 +316,7 @@ def compressed() -> None:
 
 
 def compressed_by_the_pipeline() -> None:
-    """The compress stage compresses the step between nodes, never those inside."""
+    """The compress stage compresses the step between nodes, never the steps inside."""
     with mcr.init(config(**NODES, compress={"codec": "int8_block"})) as comm:
         values = noise(comm.rank)
         with mcr.record() as log:
@@ -326,7 +326,7 @@ def compressed_by_the_pipeline() -> None:
 
 
 def parameters_and_gradients_of_fsdp() -> None:
-    """Gathers of parameters and blocks of gradients of FSDP2 take steps; what is trained stays the same."""
+    """FSDP2's gathers of parameters and blocks of gradients run in steps; the trained model is the same."""
     torch.set_num_threads(1)
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -369,7 +369,7 @@ def parameters_and_gradients_of_fsdp() -> None:
 
 
 def matrices_go_the_flat_way() -> None:
-    """An operation whose codec needs the whole matrix stays flat."""
+    """An operation with a codec that needs the whole matrix stays flat."""
     with mcr.init(config(**NODES)) as comm:
         values = torch.outer(torch.ones(64), noise(comm.rank, 64))
         with mcr.record() as log:
@@ -539,7 +539,7 @@ def what_one_node_lacks() -> None:
 
 
 def a_codec_between_nodes_with_an_algorithm() -> None:
-    """With a codec a named algorithm cannot be applied, and the operation stays flat."""
+    """A named algorithm does not apply with a codec, and the operation stays flat."""
     named = config(**NODES, backends=["msccl", "gloo"], inter={"backend": "msccl:ring", **INT8})
     with mcr.init(named) as comm:
         values = torch.full((1000,), float(comm.rank))
@@ -552,7 +552,7 @@ def no_memory_on_one_node() -> None:
     create, calls = segment._create, [0]
 
     def failing(nbytes: int) -> Any:
-        calls[0] += 1  # rank 2 makes no memory for the job, and then that of its node
+        calls[0] += 1  # rank 2 makes no memory for the job, and then the memory of its node
         raise OSError(28, "No space left on device", "/dev/shm")
 
     rank = int(os.environ["RANK"])
@@ -654,7 +654,7 @@ def _sent(comm: mcr.Communicator, root: int) -> None:
 
 
 def known_operations_swapped() -> None:
-    """Mismatches whose steps look alike raise: sums and means, sizes, roots."""
+    """Mismatches with the same steps raise: sums and means, sizes, roots."""
 
     def summed(comm: mcr.Communicator, numel: int = 1000, op: ReduceOp = "SUM") -> None:
         comm.all_reduce(torch.ones(numel), op)
@@ -678,7 +678,7 @@ def known_operations_swapped() -> None:
 
 
 def ranks_that_do_nothing_more() -> None:
-    """Every rank raises the mismatch although those that have raised it call nothing more."""
+    """Every rank raises the mismatch, although ranks that have raised it call nothing more."""
     with mcr.init(config(**NODES, dispatch={"timeout": "20s"})) as comm:
         for turn in range(4):
             group = comm.branch()
@@ -737,7 +737,7 @@ def problem_of(section: Callable[[], None]) -> str:
 
 
 def on_two_hosts(folder: Path) -> None:
-    """On a rank of two hosts: nodes are found by their names, and results are right."""
+    """Run on the ranks of two hosts: nodes are found by their names, and results are right."""
     torch.set_num_threads(1)
     failures = Failures()
     with mcr.init(

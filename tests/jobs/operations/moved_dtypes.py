@@ -29,14 +29,14 @@ def value(dtype: torch.dtype, rank: int, numel: int, salt: int = 0) -> torch.Ten
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    """What is compared."""
+    """Return the bytes to compare."""
     flat = tensor.clone(memory_format=torch.contiguous_format).as_strided((tensor.numel(),), (1,))
     found: list[int] = flat.view(torch.uint8).tolist() if flat.numel() else []
     return found
 
 
 class Moves:
-    """All kinds that move data, on a communicator."""
+    """Runs all kinds that move data on a communicator."""
 
     def __init__(self, comm: mcr.Communicator, failures: Failures, dtype: torch.dtype, numel: int) -> None:
         self.comm, self.failures, self.dtype, self.numel = comm, failures, dtype, numel
@@ -63,7 +63,7 @@ class Moves:
             getattr(self, name)(**options)
 
     def rooted(self, **options: Any) -> None:
-        """From or to one rank."""
+        """Run operations from or to one rank."""
         comm, (root, number) = self.comm, (self.comm.ranks[-1], self.comm.size - 1)
         is_root = comm.rank == number
         sent = self.mine.clone()
@@ -87,7 +87,7 @@ class Moves:
             self.expect(scatter.__name__, out, parts[comm.rank])
 
     def gathers(self, **options: Any) -> None:
-        """All ranks' values on all ranks."""
+        """Gather all ranks' values on all ranks."""
         comm = self.comm
         out = torch.zeros(comm.size * self.numel, dtype=self.dtype)
         comm.all_gather_into_tensor(out, self.mine, **options)
@@ -153,7 +153,7 @@ def refusals(comm: mcr.Communicator, failures: Failures, dtype: torch.dtype, **o
 def walk(
     config: dict[str, Any] | None, backends: Sequence[str | None], sizes: Sequence[int], hosts: int = 1
 ) -> dict[str, Any]:
-    """Runs on ranks. `hosts`: on how many the ranks take themselves to be."""
+    """Run on ranks. `hosts`: on how many the ranks take themselves to be."""
     failures = Failures()
     elsewhere = mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank() % hosts}")
     with elsewhere if hosts > 1 else nullcontext():
@@ -191,13 +191,13 @@ def _redistributed(comm: mcr.Communicator, failures: Failures, dtype: torch.dtyp
 
 
 def _range(extent: int, size: int, rank: int) -> slice:
-    """The part of a dimension that a rank has, as torch divides it."""
+    """Return the part of a dimension that a rank has, as torch divides it."""
     width = -(-extent // size)
     return slice(min(rank * width, extent), min((rank + 1) * width, extent))
 
 
 def mismatches(backend: str, kind: str) -> str:
-    """Runs on two ranks: two dtypes of the same size are not the same."""
+    """Run on two ranks: two dtypes of the same size are not the same."""
     config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
     comm = mcr.init(config)
     dtype = (torch.float8_e4m3fn, torch.float8_e5m2)[comm.rank]
@@ -218,7 +218,7 @@ def mismatches(backend: str, kind: str) -> str:
 
 
 def by_torch() -> dict[str, Any]:
-    """Runs on ranks: torch.distributed over the backend `mcr`."""
+    """Run on ranks: torch.distributed over the backend `mcr`."""
     failures = Failures()
     dist.init_process_group("mcr")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -250,7 +250,7 @@ def by_torch() -> dict[str, Any]:
         elif rank == 1:
             dist.recv(out, 0)
             expect("recv", out, everyone[0])
-        if dtype.is_complex:  # torch passes sums as those of float16, and refuses others
+        if dtype.is_complex:  # torch passes sums as sums of float16 and refuses other reductions
             continue
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
             failures.raises(

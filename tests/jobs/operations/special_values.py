@@ -34,7 +34,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def values(rank: int, numel: int, salt: int, dtype: torch.dtype, choices: Array = SPECIAL) -> Array:
-    """The values of a rank. Six in seven are numbers, so that not all of a long vector is NaN."""
+    """Return the values of a rank. Six in seven are numbers, so that not all of a long vector is NaN."""
     bits = _mixed(rank, numel, salt)
     rare = bits >> np.uint64(40)
     found = choices[(bits % np.uint64(len(choices))).astype(np.int64)]
@@ -48,12 +48,12 @@ def values(rank: int, numel: int, salt: int, dtype: torch.dtype, choices: Array 
 
 
 def expected(parts: Sequence[Array], op: str) -> Array:
-    """What a reduction must be."""
+    """Return the expected result of a reduction."""
     stack = np.stack(parts)
     if op in ("MAX", "MIN"):
         best: Array = np.max(stack, 0) if op == "MAX" else np.min(stack, 0)
         zeros = stack == 0
-        # All zeros count: one of the right sign decides.
+        # All zeros count: a single zero of the right sign decides.
         wins = ~np.signbit(stack) if op == "MAX" else np.signbit(stack)
         has_winner = (zeros & wins).any(0)
         zero = np.where(has_winner, 1.0, -1.0) if op == "MAX" else np.where(has_winner, -1.0, 1.0)
@@ -77,7 +77,7 @@ def expected(parts: Sequence[Array], op: str) -> Array:
 
 
 def problem(got: torch.Tensor, wanted: Array, allowed: float = 0.0, *, signs: bool = True) -> str | None:
-    """How a result differs, in words; without `signs` zeros of both signs are equal."""
+    """Return the difference of a result in words; without `signs` zeros of both signs are equal."""
     if got.numel() != wanted.size:
         return f"{got.numel()} values, expected {wanted.size}"
     if got.numel() == 0:
@@ -102,9 +102,9 @@ class Cases:
         self.salt = 0
 
     def check(self, what: str, op: str, dtype: torch.dtype, numel: int, run: Callable[..., Any]) -> None:
-        """One case. `run(tensor)` returns the result and the part of the whole that it is, or None."""
+        """Check one case. `run(tensor)` returns the result and its part of the whole, or None."""
         comm, self.salt = self.comm, self.salt + 1
-        # Of three complex numbers the order decides whether the product is NaN, and the signs of its zeros.
+        # The order of three complex factors decides whether the product is NaN, and the signs of its zeros.
         ordered = dtype.is_complex and op == "PRODUCT" and comm.size > 2
         choices = FINITE if ordered else SPECIAL
         parts = [values(rank, numel, self.salt, dtype, choices) for rank in range(comm.size)]
@@ -117,7 +117,7 @@ class Cases:
         self.failures.check(f"{what} {op} {dtype} {numel}", wrong)
 
     def all(self, backend: str | None, op: Any, dtype: torch.dtype, count: int) -> None:
-        """All kinds, on `count` elements; those that scatter have them for each rank."""
+        """Check all kinds with `count` elements, or with `count` elements per rank for kinds that scatter."""
         if backend is not None and ":" in backend:  # algorithms of all_reduce
             run = self._whole(backend, op, dtype, count)[0]
             self.check(f"{backend} all_reduce", op, dtype, count, run)
@@ -210,7 +210,7 @@ def walk(
     hosts: int = 1,
     dtypes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Runs on ranks: every kind, op and dtype. `hosts`: on how many the ranks take themselves to be.
+    """Run on ranks: every kind, op and dtype. `hosts`: on how many the ranks take themselves to be.
 
     `dtypes`: of ops other than MIN and MAX; all if there are none.
     """
@@ -307,7 +307,7 @@ def layouts(cases: Cases, count: int) -> None:
 
 
 def other_interfaces(sizes: Sequence[int]) -> dict[str, Any]:
-    """Runs on ranks: torch's and Horovod's names for the same."""
+    """Run on ranks: torch's and Horovod's names for the same."""
     import mcr_plus.horovod as hvd
 
     failures = Failures()

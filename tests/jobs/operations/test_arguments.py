@@ -20,12 +20,12 @@ from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 TIMEOUT: Final = 20.0
 WRONG: Final = mcr.InvalidArgument
 UNSUPPORTED: Final = mcr.Unsupported
-do: Final[Any] = mcr  # what is tested here is what the annotations rule out
+do: Final[Any] = mcr  # the tests break the annotations on purpose
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where bad calls are made: this rank, a group that only rank 0 is in, and tensors that are fine."""
+    """The place of bad calls: this rank, a group of rank 0 alone, and valid tensors."""
 
     size: int
     rank: int
@@ -39,7 +39,7 @@ class Place:
 
 
 class _Backwards:
-    """An array with negative strides, which is refused before anything of it is shared."""
+    """Return an array with negative strides, which is refused before its memory is shared."""
 
     strides = (-8,)
 
@@ -51,7 +51,7 @@ Bad = tuple[str, Callable[[Place], Any], type[Exception], tuple[str, ...]]
 
 
 def _tensors() -> list[Bad]:
-    """What is no tensor, or one that cannot travel."""
+    """Return bad calls with objects that are no tensors, and with tensors that cannot travel."""
     sparse = torch.eye(3).to_sparse()
     read_only = np.ones(3)
     read_only.setflags(write=False)
@@ -404,7 +404,7 @@ def _options() -> list[Bad]:
 
 
 def _several() -> list[Bad]:
-    """Calls of several operations of which a later one is bad: the earlier ones must not be sent either."""
+    """Return calls of several operations with a bad later one: the earlier ones must not be sent either."""
     return [
         ("later tensor", lambda p: do.all_reduce_coalesced([p.ones(), None]), WRONG, ("tensor", "NoneType")),
         (
@@ -501,7 +501,7 @@ def refused() -> dict[str, Any]:
 
 
 def _good(comm: mcr.Communicator, name: str, failures: Failures) -> int:
-    """A correct operation; its number."""
+    """Return a correct operation; its number."""
     tensor = torch.tensor([float(comm.rank + 1)])
     work = comm.all_reduce(tensor, async_op=True)
     assert work is not None
@@ -580,7 +580,7 @@ LAUNCHES: Final = {"two ranks": ("mpi" if mpi_usable() else "torch", 2), "three 
 
 @cache
 def launched(launch: str) -> list[RankResult] | RanksFailed:
-    """What the ranks of a launch found, or how they failed; started once."""
+    """Return the findings of a launch's ranks, or their failures; each launch runs once."""
     via, ranks = LAUNCHES[launch]
     try:
         return run_ranks("jobs.operations.test_arguments:both", ranks, via=via)  # type: ignore[arg-type]
@@ -589,7 +589,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
 
 
 def found(launch: str) -> list[RankResult]:
-    """What the ranks of a launch found."""
+    """Return the findings of a launch's ranks."""
     results = launched(launch)
     if isinstance(results, RanksFailed):
         raise results

@@ -1,4 +1,4 @@
-"""Differentiable collectives on real ranks against one process that has the inputs of all of them."""
+"""Differentiable collectives on real ranks, compared with one process that has all inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI
 Tensors = list[torch.Tensor]
 Oracle = Callable[[Tensors], Tensors]  # the outputs of all ranks by their inputs
 
-# Rows that rank s sends to rank d: some have none for others, one nothing at all, one gets nothing.
+# Rows from rank s to rank d: some ranks skip others, one sends nothing, one receives nothing.
 SPLITS = {
     2: [[[3, 0], [2, 5]], [[0, 0], [4, 0]], [[0, 3], [0, 2]]],
     3: [[[1, 0, 4], [2, 3, 0], [0, 0, 0]], [[0, 2, 5], [0, 1, 0], [0, 7, 3]], [[0, 0, 0]] * 3],
@@ -26,7 +26,7 @@ SPLITS = {
 
 
 def values(rank: int, *shape: int) -> torch.Tensor:
-    """What a rank has; no two ranks have the same."""
+    """Return a rank's values, different on every rank."""
     random = torch.Generator().manual_seed(100 + rank)
     return torch.randn(*shape, dtype=torch.float64, generator=random)
 
@@ -94,7 +94,7 @@ def check_rest(comm: mcr.Communicator) -> None:
 
 
 def check_megatron(comm: mcr.Communicator) -> None:
-    """f and g around a layer whose middle is spread over the ranks are the layer in one process."""
+    """f and g around a layer with a sharded middle equal the layer in one process."""
     rank, size = comm.rank, comm.size
     x, first, second = values(50, 4, 5), values(51, 5, 3 * size), values(52, 3 * size, 5)
     leaves = [each.clone().requires_grad_() for each in (x, first, second)]
@@ -112,7 +112,7 @@ def check_megatron(comm: mcr.Communicator) -> None:
 
 
 def check_conjugates(comm: mcr.Communicator) -> None:
-    """What each does alone, with a gradient that differs between ranks, strided like one of `expand`."""
+    """Check f and g alone, with a gradient that differs between ranks and has the strides of `expand`."""
     own = values(comm.rank, 3, 2)
     total = sum((values(peer, 3, 2) for peer in range(comm.size)), torch.zeros(3, 2, dtype=torch.float64))
     incoming = torch.tensor(comm.rank + 1.0, dtype=torch.float64).expand(3, 2)
@@ -162,7 +162,7 @@ def check_keywords(comm: mcr.Communicator, backend: str) -> None:
 
 
 def check_group(comm: mcr.Communicator) -> None:
-    """A group whose order is not that of the job: its rank 0 is the job's last rank."""
+    """Check a group in another order than the job's: its rank 0 is the job's last rank."""
     group = mcr.new_group([comm.size - 1, 0])
     if group.rank < 0:
         return
@@ -192,7 +192,7 @@ def check_refusals(comm: mcr.Communicator) -> None:
 
 
 def on_this_rank(backend: str) -> int:
-    """Runs on ranks: all checks; how many."""
+    """Run all checks on ranks; return their number."""
     torch.set_num_threads(1)
     with mcr.init(backends=[backend]) as comm:
         checks = [check_exchange, check_rest, check_megatron, check_conjugates, check_group, check_refusals]

@@ -1,4 +1,4 @@
-"""Repeated calls: the fast path of a kind gives what its first call gives, whatever the tensors are like."""
+"""Repeated calls: the fast path of a kind has the results of its first call for tensors of any layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _values(rank: int, size: int, step: int) -> np.ndarray:
 
 
 def calls(via: str) -> list[str]:
-    """Runs on ranks: every kind, each layout between plain ones, three times; returns what was wrong."""
+    """Run every kind on ranks, each layout between plain ones, three times; return the failures."""
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "30s"}}]})
     rank, size = comm.rank, comm.size
     wrong: list[str] = []
@@ -89,7 +89,7 @@ def calls(via: str) -> list[str]:
             comm.all_to_all_single(target, layout(whole[rank]))
             exchanged = np.concatenate([each[rank * N : (rank + 1) * N] for each in whole])
             check("all_to_all_single", target, exchanged)
-            # The next rank's message, and the one that the rank before sends: asynchronous by nature.
+            # The message to the next rank and the message from the rank before are asynchronous by nature.
             target = layout(np.zeros(N, np.float32))
             works = [
                 comm.irecv(target, (rank - 1) % size, tag=3),
@@ -109,7 +109,7 @@ def _check(wrong: list[str], layout: str, kind: str, tensor: torch.Tensor, expec
 
 
 def _overlapping(comm: mcr.Communicator, step: int) -> list[str]:
-    """An output that contains its input, after calls of the same shapes that did not overlap."""
+    """Return an output that contains its input, after calls of the same shapes that did not overlap."""
     rank, size = comm.rank, comm.size
     own = [_values(each, N, step) for each in range(size)]
     whole = [_values(each, N * size, step) for each in range(size)]

@@ -22,7 +22,7 @@ def values(rank: int, index: int, numel: int) -> np.ndarray[Any, np.dtype[np.int
 
 
 def laid(content: np.ndarray[Any, np.dtype[np.int64]], dtype: torch.dtype, index: int) -> torch.Tensor:
-    """A tensor with this content; every third strided."""
+    """Return a tensor with this content; every third strided."""
     tensor = torch.from_numpy(content).to(dtype)
     return torch.stack([tensor, tensor + 1], 1)[:, 0] if index % 3 == 0 else tensor
 
@@ -49,7 +49,7 @@ def scattered(rank: int, ranks: int) -> tuple[Any, list[Any], list[Any]]:
 
 
 def everything(backend: str) -> list[list[Any]]:
-    """Runs on ranks: what is wrong, and what was sent, without and beside a stage that fuses."""
+    """Run on ranks; return the failures and the sent operations, without and with a stage that fuses."""
     return [through([], backend), through([{"fuse": {"kinds": ["all_reduce"]}}], backend)]
 
 
@@ -91,7 +91,7 @@ def through(stages: list[dict[str, Any]], backend: str) -> list[Any]:
     ],
 )
 def test_coalesced_calls_pack_small_tensors_by_dtype(backend: str, ranks: int) -> None:
-    """One operation for the small ones of each dtype, and one for each large one."""
+    """Calls become one operation for the small tensors of each dtype, and one for each large tensor."""
     results = run_ranks(everything, ranks, args=[backend], via="mpi" if backend == "mpi" else "torch")
     for result in results:
         assert result.value == [[*[[1, 1, 6, 6]] * 2, *[[1, 3, 3]] * 4, 0]] * 2

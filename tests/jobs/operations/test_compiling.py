@@ -1,4 +1,4 @@
-"""Compiling of kernels: by one process of a host, said, and not held against the deadlines of its peers."""
+"""Compiling of kernels: one process per host compiles and logs it, and deadlines of peers wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPILES_S = 5.0
 
 
 def compiles_late(across: bool) -> dict[str, Any]:
-    """Runs on ranks: rank 1 compiles for longer than the deadline, in every way that rank 0 can wait."""
+    """Run on ranks: rank 1 compiles for longer than the deadline, in every way that rank 0 can wait."""
     if across:  # as between hosts
         mock.patch("mcr_plus.board.opening.map_shared", return_value=(None, None)).start()
     dispatch = {"dispatch": {"timeout": f"{DEADLINE_S}s"}}
@@ -89,7 +89,7 @@ def test_deadlines_exclude_the_compilation_of_a_peer(across: bool) -> None:
 
 
 def libraries_without_kernels() -> list[bool]:
-    """Runs on ranks whose libraries need no compiler."""
+    """Run on ranks with libraries that need no compiler."""
     found = []
     for backends in (["gloo"], ["mpi", "gloo"]):
         with mcr.init(backends=backends if mpi_usable() else ["gloo"]) as comm:
@@ -100,7 +100,7 @@ def libraries_without_kernels() -> list[bool]:
 
 @pytest.mark.long
 def test_no_compiler_where_no_kernel_is_used() -> None:
-    # A variable that imports read: a process of its own, in which nothing has been imported before.
+    # Imports read the variable, so the test needs a new process without earlier imports.
     for result in run_ranks(
         libraries_without_kernels, 2, env={"NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"}
     ):
@@ -138,7 +138,7 @@ def test_loading_cached_kernels_is_announced_like_compilation(
     compiling._loaded.clear()  # as in another process
     with compiling.preparing("it"):  # loads
         assert told == [True, False, True]
-    with compiling.preparing("it"):  # has both behind it
+    with compiling.preparing("it"):  # prepares both
         assert told == [True, False, True, False]
     assert told == [True, False, True, False]
 
@@ -287,7 +287,7 @@ def test_a_kernel_is_compiled_again_when_what_it_is_made_of_has_changed(tmp_path
     folder.mkdir()
 
     def edit(name: str, old: str, new: str) -> None:
-        """As an editor or git would, in the same second and to the same size."""
+        """Change a file like an editor or git, in the same second and with the same size."""
         times = (folder / name).stat()
         (folder / name).write_text(PAIR[name].replace(old, new))
         os.utime(folder / name, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -309,7 +309,7 @@ def test_a_kernel_is_compiled_again_when_what_it_is_made_of_has_changed(tmp_path
     with server:
         assert result_and_hits() == [20, 0]
         assert result_and_hits() == [20, 1]
-        edit("parts.py", "x + 1", "x + 5")  # the function that is inlined
+        edit("parts.py", "x + 1", "x + 5")  # the inlined function
         assert result_and_hits() == [24, 0]
         edit("factors.py", "2", "3")  # a constant of that function, from another file
         assert result_and_hits() == [34, 0]
@@ -400,7 +400,7 @@ def test_without_a_terminal_only_the_compiling_process_logs(tmp_path: Path) -> N
 
 
 def test_numba_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nothing has prepared counts too."""
+    """Functions that were not prepared count too."""
     from mcr_plus.kernels import cpu
 
     told: list[bool] = []
@@ -435,8 +435,8 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kernels() -> list[Any]:
-    """The functions of the package that numba compiles where they are called."""
-    from numba.core.dispatcher import Dispatcher  # ranks import this module, some of which must not have it
+    """Return the functions of the package that numba compiles where they are called."""
+    from numba.core.dispatcher import Dispatcher  # some ranks must not have numba
 
     found: dict[int, Any] = {}
     root = os.path.dirname(mcr.__file__)
@@ -469,10 +469,10 @@ def test_warmup_leaves_no_kernel_out() -> None:
     assert len(kernels) > 50
     ready = {kernel for kernel in kernels if kernel.overloads}
     carriers = [SimpleNamespace(py_func=each) for each in (p2p_checks._carry_out, p2p_checks._carry_in)]
-    found = [*ready, *carriers]  # functions for C are prepared as well, and are no dispatchers
+    found = [*ready, *carriers]  # functions for C are prepared as well but are no dispatchers
     while found:
         found = [each for kernel in found for each in _called(kernel) if each not in ready]
-        ready.update(found)  # what is compiled into a kernel comes from disk with it
+        ready.update(found)  # functions compiled into a kernel come from disk with it
     assert [kernel.py_func.__qualname__ for kernel in kernels if kernel not in ready] == []
 
 
@@ -497,7 +497,7 @@ def test_functions_without_a_module_can_be_compiled() -> None:
 
 
 def _adder(number: int) -> Any:
-    """A C function that adds; all of them have the same text."""
+    """Return a C function that adds; all such functions have the same text."""
 
     from mcr_plus.kernels.cpu import c_function
 

@@ -33,7 +33,7 @@ def test_every_codec_on_every_operation(ranks: int, backends: list[str], briefly
 
 
 def rules_of_codecs(rules: list[dict[str, Any]]) -> list[str]:
-    """Runs on ranks: warnings of a job in which rules name codecs for operations of several dtypes."""
+    """Run on ranks; return the warnings of a job with codec rules for operations of several dtypes."""
     torch.set_num_threads(1)
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)

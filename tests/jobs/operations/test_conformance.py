@@ -59,7 +59,7 @@ FLOORS: Final = {
 
 @cache
 def launched(launch: str) -> list[RankResult] | RanksFailed:
-    """What the ranks of a launch found, or how they failed; started once."""
+    """Return the findings of a launch's ranks, or their failures; each launch runs once."""
     via, ranks, backends, tables = LAUNCHES[launch]
     with tempfile.TemporaryDirectory(prefix="mcr-test-") as folder:
         try:
@@ -69,7 +69,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
                 args=[backends, tables, folder],
                 via=via,  # type: ignore[arg-type]
                 env={"GLOO_SOCKET_IFNAME": "lo"},
-                timeout=480,  # three ranks on two cores, beside other work
+                timeout=480,  # three ranks on two busy cores
                 teardown=True,
             )
         except RanksFailed as failure:
@@ -77,7 +77,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
 
 
 def examined(launch: str) -> list[RankResult]:
-    """What the ranks of a launch found."""
+    """Return the findings of a launch's ranks."""
     results = launched(launch)
     if isinstance(results, RanksFailed):
         raise results
@@ -88,7 +88,7 @@ def examined(launch: str) -> list[RankResult]:
 @pytest.mark.parametrize(("launch", "section"), CELLS)
 def test_conforms(launch: str, section: str) -> None:
     backends = LAUNCHES[launch][2]
-    # Without a name only the world is asked: the pipeline's choice is one of the others.
+    # Without a name only the world runs: the pipeline chooses one of the named libraries.
     named = sum(backend is not None for backend in backends)
     for result in examined(launch):
         report = result.value[section]

@@ -1,6 +1,6 @@
-"""A program that has made another device the default one: CPU tensors are communicated as ever.
+"""Programs with another default device communicate CPU tensors as usual.
 
-The device is torch's `meta`, whose tensors have no values, so that one made by mistake is found.
+The device is torch's `meta`: its tensors have no values, so a tensor made there by mistake is found.
 """
 
 from __future__ import annotations

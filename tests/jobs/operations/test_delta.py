@@ -49,7 +49,8 @@ def test_kept_versions_are_bounded_and_dropped_ones_are_sent_whole(ranks: int) -
     for result in results:
         value = result.value
         assert (value["wrong"], value["in flight"]) == ([], 0)
-        # Of a call all that it needs stays: at most what a rank sends and the parts of all ranks.
+        # A call keeps all copies that it needs: at most the values that a rank sends and the parts of all
+        # ranks.
         assert 0 < value["most"] <= 100_000 + (1 + ranks) * value["bytes"]
         assert result.stderr.count("the least recently used are dropped") == 1
     for result in run_ranks(jobs.bounded, 2, args=[10_000_000, 3]):

@@ -1,7 +1,7 @@
-"""Ranks that die, stop or do not come: the others are told which, in time, and end well.
+"""Ranks that die, stop or do not come: the others learn in time which ranks they are, and end well.
 
-`ulfm` is Open MPI with its fault tolerance, whose launcher leaves the survivors of a dead rank alone;
-`torch` starts ranks with nobody over them.
+`ulfm` is Open MPI with fault tolerance: its launcher does not end the survivors of a dead rank. `torch`
+starts ranks without a launcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcr_plus.launch import loopback, scratch
 from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 
 DEADLINE_S = 3.0  # of operations with ranks that live and do not come
-LONG_S = 90.0  # of those with ranks that are lost, which nobody waits for
+LONG_S = 90.0  # the deadline of jobs with lost ranks; no test waits for it
 LIMIT_S = 45.0  # on a machine with much else to do; benchmarks/bench_failures.py measures
 START_LIMIT_S = 240.0
 VICTIM = 1
@@ -85,7 +85,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 def fault(name: str, victim: int, via: str, progress: str) -> dict[str, dict[str, Any]]:
-    """Runs on ranks: one falls out; the others wait for it in every way, each in a group of its own."""
+    """Run on ranks: one drops out; the others wait for it in every way, each in a group of its own."""
     deadline = LONG_S if name in ("SIGKILL", "SIGSTOP") else DEADLINE_S
     mcr.init(configuration(deadline, progress=progress), backends=libraries(via))
     everyone = list(range(mcr.get_world_size()))
@@ -129,7 +129,7 @@ def _attempt(group: mcr.Communicator, run: Callable[[], object]) -> dict[str, An
 
 
 def patience(via: str) -> list[dict[str, Any]]:
-    """Runs on ranks: rank 1 comes late; rank 0 loses patience before, and waits again."""
+    """Run on ranks: rank 1 comes late; rank 0 gives up first, and waits again."""
     mcr.init(configuration(LONG_S), backends=libraries(via))
     found = []
     for backend in libraries(via):
@@ -155,7 +155,7 @@ def patience(via: str) -> list[dict[str, Any]]:
 
 
 def departures(via: str) -> dict[str, dict[str, Any]]:
-    """Runs on ranks: 1, then 2, leave in good order; rank 0 sends to them and receives from them then."""
+    """Run on ranks: ranks 1 and 2 leave in good order; then rank 0 sends to them and receives from them."""
     mcr.init(configuration(LONG_S), backends=libraries(via))
     rank = mcr.get_rank()
     groups = {
@@ -195,7 +195,7 @@ def _attempt_message(form: str, backend: str, group: mcr.Communicator) -> dict[s
 
 
 def exits(status: int | None) -> dict[str, Any]:
-    """Runs on ranks: rank 1 leaves the block of the world by `sys.exit`; what rank 0 is told."""
+    """Run on ranks: rank 1 leaves the block of the world by `sys.exit`; return the error of rank 0."""
     found: dict[str, Any] = {}
     with suppress(SystemExit), mcr.init(configuration(LONG_S)) as world:
         mcr.all_reduce(torch.ones(3))

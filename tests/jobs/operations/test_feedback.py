@@ -1,4 +1,4 @@
-"""What is kept between compressed calls, and what is decided while the job runs."""
+"""The residuals between compressed calls, and the decisions of a running job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> N
     for result in run_ranks(nothing_is_lost, ranks, args=[op, 12]):
         assert sorted(result.value) == sorted(CODECS)
         for codec, (with_rest, without, disagreeing) in result.value.items():
-            # What the library rounds when it sums bfloat16 nobody gets back.
+            # The library's rounding of bfloat16 sums is lost for good.
             assert with_rest < (5e-3 if codec == "bf16" else 2e-4), codec
             assert disagreeing == 0, codec
             assert codec in ("bf16", "int8_block", "int_shared") or without > 1e-3, (
@@ -50,7 +50,7 @@ def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> N
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[float]]]:
-    """A checkpoint of four ranks, and the sums of their results until then."""
+    """Return a checkpoint of four ranks, and the sums of their results until then."""
     path = str(tmp_path_factory.mktemp("state") / "state.pt")
     return path, run_ranks(saves, 4, args=[path, 5])[0].value
 

@@ -1,4 +1,4 @@
-"""The fuse stage on real ranks: what travels together, when it is sent, and who hears of errors."""
+"""The fuse stage on real ranks: fused operations, the times of sending, and the receivers of errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(backend: str, *stages: dict[str, Any], timeout: str = "30s", **fuse: 
 
 
 def values(rank: int, index: int, numel: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """What rank `rank` passes as operation `index`: small integers, exact in every dtype."""
+    """Return the input of rank `rank` to operation `index`: small integers, exact in every dtype."""
     return (np.arange(numel) * 3 + 5 * index + 2 * rank) % 7
 
 
@@ -47,7 +47,7 @@ def given(rank: int, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def expected(kind: str, rank: int, ranks: int, index: int, numel: int) -> Any:
-    """By NumPy, from the definition; `numel` is what one rank's part holds."""
+    """Return NumPy's result from the definition; `numel`: the elements of one rank's part."""
     total = numel * ranks if kind in ("reduce_scatter", "all_to_all") else numel
     inputs = [values(r, index, total) for r in range(ranks)]
     part = slice(rank * numel, (rank + 1) * numel)
@@ -80,7 +80,7 @@ def start(comm: mcr.Communicator, kind: str, index: int, numel: int, dtype: torc
 
 
 def everything(backend: str) -> list[str]:
-    """Runs on ranks: many operations of all kinds and some dtypes in flight; what is wrong."""
+    """Run on ranks, with many operations of all kinds and some dtypes in flight; return the failures."""
     problems = []
     with mcr.init(config(backend, bucket="4KiB", first_bucket="1500")) as comm:
         started = []
@@ -123,7 +123,7 @@ def counted(records: Any) -> list[tuple[str, int, int]]:
 
 
 def when() -> dict[str, Any]:  # noqa: C901 - a list of cases
-    """Runs on ranks: what each fact of the program sends."""
+    """Run on ranks; return the operations that each event of the program sends."""
     found: dict[str, Any] = {}
     with mcr.init(config("gloo", bucket="128", first_bucket="64")) as comm:
 
@@ -131,10 +131,10 @@ def when() -> dict[str, Any]:  # noqa: C901 - a list of cases
             return [comm.all_reduce(torch.ones(size // 4), async_op=True) for size in sizes]
 
         def sent(step: Callable[[], Any]) -> None:
-            """What has been issued when `step` is over, and in the end."""
+            """Return the operations issued by the end of `step`, and in the end."""
             with mcr.record() as log:
                 kept = step()
-                mcr.barrier()  # not fused, and does not send what is held back
+                mcr.barrier()  # not fused, and does not send the held operations
                 mcr.flush()
                 for work in kept:
                     work.wait()
@@ -217,7 +217,7 @@ def test_events_that_send_a_bucket() -> None:
 
 
 def order_of_buckets(order: str) -> list[str]:
-    """Runs on ranks: in which order open buckets are sent, however ranks wait."""
+    """Run on ranks; return the order in which open buckets are sent, however ranks wait."""
     with mcr.init(config("gloo", order=order)) as comm, mcr.record() as log:
         works: list[Any] = [
             comm.all_reduce(torch.ones(2), async_op=True, tag="first"),
@@ -241,7 +241,7 @@ def test_order_option_determines_the_order_of_buckets(order: str, expected: list
 
 
 def other_way_round() -> list[float]:
-    """Runs on ranks: rank 1 waits and then sends, rank 0 receives and then waits."""
+    """Run on ranks: rank 1 waits and then sends, rank 0 receives and then waits."""
     with mcr.init(config("gloo")) as comm:
         x, y = torch.full((5,), comm.rank + 1.0), torch.full((3,), 7.0 * comm.rank)
         work = comm.all_reduce(x, async_op=True)
@@ -264,7 +264,7 @@ def test_buckets_of_a_waiting_peer_are_sent() -> None:
 
 
 def bound_at_the_same_places(codec: str | None) -> list[Any]:
-    """Runs on ranks: as above, many times with new sizes, while groups remember few signatures."""
+    """Run on ranks: the same, many times with new sizes, while groups remember few signatures."""
     bound = []
     bind = DispatchStage._bind
 
@@ -305,7 +305,7 @@ def test_lookup_of_a_peers_buckets_binds_nothing(codec: str | None) -> None:
 
 
 def only_what_is_needed() -> list[Any]:
-    """Runs on ranks: as above, while rank 0 also holds what its peer has not come to yet."""
+    """Run on ranks: the same, while rank 0 also holds operations that its peer has not issued yet."""
     with mcr.init(config("gloo")) as comm:
         x, y, z = torch.full((5,), comm.rank + 1.0), torch.zeros(3), torch.ones(2, dtype=torch.int64)
         works: list[Any] = [comm.all_reduce(x, async_op=True)]
@@ -328,7 +328,7 @@ def test_flush_for_a_waiting_peer_sends_only_its_buckets() -> None:
 
 
 def different_places() -> str:
-    """Runs on ranks: one waits between two operations, the other behind them."""
+    """Run on ranks: one waits between two operations, the other after them."""
     with mcr.init(config("gloo")) as comm:
         first = comm.all_reduce(torch.ones(4), async_op=True)
         assert first is not None
@@ -350,7 +350,7 @@ def test_waiting_at_different_places_is_a_mismatch() -> None:
 
 
 def members_swapped(numels: list[list[int]]) -> str:
-    """Runs on ranks: each rank has the same number of elements in its bucket, of other tensors."""
+    """Run on ranks: each rank has the same number of elements in its bucket, of other tensors."""
     with mcr.init(config("gloo")) as comm:
         for own in (*numels, numels[comm.rank]):
             works = [comm.all_reduce(torch.ones(numel), async_op=True) for numel in own]
@@ -374,7 +374,7 @@ def test_buckets_of_other_members_are_a_mismatch(numels: list[list[int]]) -> Non
 
 
 def lonely() -> list[str]:
-    """Runs on ranks: rank 1 never joins; every member of rank 0's buckets must say so."""
+    """Run on ranks: rank 1 never joins; every member of rank 0's buckets must say so."""
     with mcr.init(config("gloo", timeout="1s")) as comm:
         found = []
         if comm.rank == 0:
@@ -403,7 +403,7 @@ def test_errors_reach_every_member() -> None:
 
 
 def stretched() -> list[Any]:
-    """Runs on ranks: tensors that are not contiguous, of no dimension, and of no elements."""
+    """Run on ranks: tensors that are not contiguous, of no dimension, and of no elements."""
     with mcr.init(config("gloo", {"compress": {"codec": "bf16"}})) as comm:
         grid = torch.full((4, 6), float(comm.rank + 1))
         scalar, nothing = torch.tensor(2.0), torch.empty(0)
@@ -430,7 +430,7 @@ def test_odd_tensors_and_a_codec() -> None:
 
 
 def steady() -> list[list[int]]:
-    """Runs on ranks: for each of some steps, memory of buffers before and after it, and what it allocates."""
+    """Run on ranks; return, for some steps, the buffers' memory before and after, and the allocated bytes."""
     with mcr.init(config("gloo", bucket="64KiB", first_bucket="16KiB", memory="256KiB")) as comm:
         tensors = [torch.ones(n) for n in (100, 1000, 3000, 5000, 7000, 400)]
         found = []
@@ -452,7 +452,7 @@ def steady() -> list[list[int]]:
 def test_nothing_is_allocated_in_the_long_run() -> None:
     for result in run_ranks(steady, 2, via="torch"):
         grown = [after > before for before, after, _ in result.value]
-        # The later a peer is, the more buffers are in use at once: at most as many as the limit holds.
+        # The later a peer is, the more buffers are in use at once, up to the limit.
         assert grown[0]
         assert sum(grown) <= 256 // 64
         for before, after, allocated in result.value[1:]:
@@ -461,7 +461,7 @@ def test_nothing_is_allocated_in_the_long_run() -> None:
 
 
 def unwaited() -> list[list[int]]:
-    """Runs on ranks: how many members operations have while nobody waits, and after."""
+    """Run on ranks; return the members of operations while no rank waits, and after that."""
     with mcr.init(config("gloo", bucket="64", first_bucket="64", memory="128")) as comm:
         found = []
         for _ in range(2):
@@ -479,7 +479,7 @@ def test_operations_without_a_wait_are_sent_separately_beyond_the_memory_limit()
 
 
 def other_thread() -> str:
-    """Runs on ranks: a second thread may not add to the buckets of the first."""
+    """Run on ranks: a second thread may not add to the buckets of the first."""
     with mcr.init(config("gloo")) as comm:
         told: list[str] = []
 
@@ -529,7 +529,7 @@ def test_a_rule_switches_off() -> None:
 
 
 def by_rule() -> list[Any]:
-    """Runs on ranks: operations of one tag are left alone."""
+    """Run on ranks: operations of one tag are left alone."""
     rules = [{"match": {"tag": "left"}, "fuse": {"kinds": []}}]
     with mcr.init({**config("gloo"), "rules": rules}) as comm, mcr.record() as log:
         works = [comm.all_reduce(torch.ones(2), async_op=True, tag=tag) for tag in ("left", None) * 2]

@@ -55,14 +55,14 @@ class Step:
     async_op: bool
 
     def value(self, rank: int, numel: int) -> Array:
-        """What `rank` puts in: small whole numbers, so that every dtype sums them exactly."""
+        """Return the input of `rank`: small whole numbers, which every dtype sums exactly."""
         index = np.arange(numel, dtype=np.int64)
         return ((index * 7 + rank * 13 + self.number * 5) % 31 - 15).astype(self.dtype)
 
 
 @dataclass
 class Pending:
-    """An operation in flight on this rank, and what it must give."""
+    """An operation in flight on this rank, and its expected result."""
 
     step: Step
     works: list[mcr.Work]
@@ -77,7 +77,7 @@ def groups_of(size: int) -> list[list[int]]:
 
 
 def draw(seed: int, size: int, backends: tuple[str, ...]) -> list[Step]:
-    """The program of a seed."""
+    """Return the program of a seed."""
     random_ = random.Random(seed)
     steps = []
     for number in range(random_.randint(4, 12)):
@@ -110,7 +110,7 @@ class Program:
     def __init__(self, rank: int, groups: list[mcr.Communicator], seed: int) -> None:
         self._rank = rank
         self._groups = groups
-        self._waits = random.Random(seed * 1000 + rank)  # when and for what we wait is ours alone
+        self._waits = random.Random(seed * 1000 + rank)  # each rank waits at times of its own
         self._pending: list[Pending] = []
         self.failures: list[str] = []
         self._seed = seed

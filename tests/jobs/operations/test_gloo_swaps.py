@@ -35,7 +35,7 @@ GLOO_S = 0.2
 
 
 def _begin() -> mcr.Communicator:
-    """A world of ranks that take themselves for ranks of two hosts."""
+    """Return a world of ranks that take themselves for ranks of two hosts."""
     with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank()}"):
         return mcr.init(CONFIG)
 
@@ -52,7 +52,7 @@ def _issue(comm: mcr.Communicator, kind: str, value: torch.Tensor, out: torch.Te
 
 
 def _made(kind: str, numel: int, rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input and output of an operation, `numel` elements from and for each rank, and what it is to be."""
+    """Return an operation's input, output and expected result; `numel`: the elements per rank."""
     both = [torch.arange(2.0 * numel) + 1000 * each + 10 * number for each in range(2)]
     mine = slice(rank * numel, (rank + 1) * numel)
     if kind == "all_gather":
@@ -63,7 +63,7 @@ def _made(kind: str, numel: int, rank: int, number: int) -> tuple[torch.Tensor, 
 
 
 def in_flight() -> list[str]:
-    """Runs on ranks: many of one signature at once, then all kinds, which each rank issues in its order."""
+    """Run on ranks: many operations of one signature at once, then all kinds, in each rank's own order."""
     comm = _begin()
     rank, wrong = comm.rank, list[str]()
     for kind in KINDS:
@@ -77,7 +77,7 @@ def in_flight() -> list[str]:
                 for number, (_, out, expected) in enumerate(cases)
                 if not torch.equal(out, expected)
             ]
-    # They are known to both ranks by now.
+    # Both ranks know the operations by now.
     crossed = [_made(kind, 3, rank, number) for number, kind in enumerate(KINDS)]
     order = range(len(KINDS)) if rank else reversed(range(len(KINDS)))
     works = [_issue(comm, KINDS[each], *crossed[each][:2]) for each in order]
@@ -111,7 +111,7 @@ def _open(most: int | None = None) -> tuple[int, int]:
 
 
 def differ(kinds: list[str]) -> dict[str, Any]:
-    """Runs on ranks: they issue operations that differ, and both are known to them; then a fresh world."""
+    """Run on ranks: issue different known operations, then make a new world."""
     found: dict[str, Any] = {"told": [], "open": []}
     comm = _begin()
     for _ in range(RESETS):
@@ -152,13 +152,13 @@ def _known(comm: mcr.Communicator) -> None:
 
 
 def _issued(comm: mcr.Communicator, depth: int) -> list[tuple[mcr.Work, torch.Tensor, torch.Tensor]]:
-    """`depth` operations of each kind in flight: handle, output, and what that is to be."""
+    """Issue `depth` operations of each kind; return their handles, outputs and expected results."""
     cases = [(kind, *_made(kind, 3, comm.rank, number)) for number in range(depth) for kind in KINDS]
     return [(_issue(comm, kind, value, out), out, expected) for kind, value, out, expected in cases]
 
 
 def waits_for_a_late_rank() -> dict[str, Any]:
-    """Runs on ranks: rank 0 issues many, and a receive; rank 1 comes when gloo would have given up."""
+    """Run on ranks: rank 0 issues many, and a receive; rank 1 comes when gloo would have given up."""
     comm = _begin()
     _known(comm)
     (gloo,) = (each for each in runtime.current().engine.backends if isinstance(each, GlooBackend))
@@ -168,7 +168,7 @@ def waits_for_a_late_rank() -> dict[str, Any]:
     if comm.rank == 0:
         issued = _issued(comm, DEPTH)
         works.append(comm.irecv(received, 1))
-        time.sleep(3 * GLOO_S)  # what is tested: that this much time does nothing
+        time.sleep(3 * GLOO_S)  # the test: this time has no effect
     names = [each.name for each in threading.enumerate()]
     meet("late", 2)
     if comm.rank == 1:
@@ -191,12 +191,12 @@ def test_operations_in_flight_wait_for_a_late_rank_with_one_thread() -> None:
     assert early.value["equal"]
     assert late.value["equal"]
     assert early.value["received"] == [0.0, 1.0, 2.0]
-    # One for the exchanges, one for the receive, and perhaps one that was idle but not yet known to be.
+    # One for the exchanges, one for the receive, and perhaps one that was idle but not yet known as idle.
     assert early.value["watchers"] <= 3
 
 
 def loses_the_other_side() -> dict[str, Any]:
-    """Runs on ranks: rank 1 dies while rank 0 has many in flight, of which rank 1 has issued a few."""
+    """Run on ranks: rank 1 dies after a few of the operations that rank 0 has in flight."""
     comm = _begin()
     _known(comm)
     issued = _issued(comm, 2 if comm.rank else DEPTH)

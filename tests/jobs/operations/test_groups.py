@@ -1,4 +1,4 @@
-"""Groups that have failed, are left, or used by several threads; handles that nobody waits for."""
+"""Groups that have failed, are left, or used by several threads; handles without a wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def joined(timeout: str = "20s", *stages: dict[str, Any], **more: Any) -> mcr.Co
 
 
 def in_a_thread(function: Callable[[], object]) -> BaseException | None:
-    """What it raises in another thread."""
+    """Return the error of a call in another thread."""
     found: list[BaseException | None] = [None]
 
     def run() -> None:
@@ -46,7 +46,7 @@ def in_a_thread(function: Callable[[], object]) -> BaseException | None:
 
 
 def asked(done: str) -> list[Any]:
-    """Runs on ranks: rank 1 issues nothing until rank 0 is done."""
+    """Run on ranks: rank 1 issues nothing until rank 0 is done."""
     comm = joined("2s")
     comm.barrier()
     if comm.rank == 1:
@@ -144,7 +144,7 @@ def left() -> list[Any]:
     with pytest.raises(mcr.OrderMismatch):
         broken.all_reduce(torch.ones(4 + comm.rank))
     if comm.rank == 0:
-        abandoned = late.all_reduce(torch.ones(4), async_op=True)  # nobody else issues it
+        abandoned = late.all_reduce(torch.ones(4), async_op=True)  # no other rank issues it
         assert abandoned is not None
         late._runtime.leave(late, clean=False)
         with pytest.raises(mcr.BackendError, match="was left with operations in flight"):
@@ -186,7 +186,7 @@ def test_pending_buckets_survive_a_wait_in_a_wrong_thread() -> None:
 
 
 def of_its_own() -> float:
-    """A group with a codec that the job does not have: small tensors beside large ones keep their values."""
+    """A group has a codec of its own: small tensors next to large ones keep their values."""
     joined()
     assert job.runtime is not None
     stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
@@ -261,7 +261,7 @@ def refused(use: Callable[[], object]) -> list[str]:
 
 
 def closed_by_hand() -> dict[str, Any]:
-    """Groups that are closed, by name and at the end of a block; the job and other groups go on."""
+    """Close groups by name and at the end of a block; the job and other groups continue."""
     comm, x = joined(), torch.ones(3)
     with mcr.new_group([1, 0]) as group:
         value = torch.full((5,), float(comm.rank))

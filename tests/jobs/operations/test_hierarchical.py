@@ -1,4 +1,4 @@
-"""The hierarchical stage: who shares a node, what is refused, and results on real ranks against oracles."""
+"""The hierarchical stage: shared nodes, refused settings, and results on real ranks against oracles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI
 
 
 def layout(hosts: str, ranks: Sequence[int] | None = None, rank: int = 0, **options: Any) -> Nodes | str:
-    """The nodes of a group of a job, whose hosts have one letter each."""
+    """Return the nodes of a group of a job; each host is named by a letter."""
     members = tuple(range(len(hosts))) if ranks is None else tuple(ranks)
     return nodes_of(load(config(**options)), tuple(hosts), Group("world", members, rank))
 
@@ -308,7 +308,7 @@ def test_a_job_of_another_size_is_refused() -> None:
 
 
 class Slow(mcr.Work):
-    """Complete after so many seconds of waiting, by this clock; records timeouts passed to `wait`."""
+    """An operation that completes after a time of waiting, by this clock; records timeouts of `wait`."""
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.seconds, self.clock = seconds, clock
@@ -391,7 +391,7 @@ def test_results(ranks: int, backends: list[str], options: dict[str, Any], every
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    """The failures on four ranks with two nodes of two, by section."""
+    """Return the failures on four ranks with two nodes of two, by section."""
     return [result.value for result in run_ranks(four_ranks, 4, via="torch", timeout=300)]
 
 

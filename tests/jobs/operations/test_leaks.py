@@ -1,4 +1,4 @@
-"""What a process holds of the system: groups and jobs that have ended give it back."""
+"""Resources of a process: groups and jobs that have ended release them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GLOO = {"version": 1, "backends": ["gloo"]}
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs MPI")
 ROUNDS = 12
 FIRST = 3  # rounds after which everything is there that stays for the life of the process
-SPARE = 2  # threads that watch messages, and what torch opens when it likes to
+SPARE = 2  # threads that watch messages, and files that torch opens at any time
 
 
 def held() -> tuple[int, int]:
-    """How many files this process has open, and how many threads run in it."""
+    """Return the numbers of open files and of threads of this process."""
     gc.collect()  # a closed job is a circle of objects
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -39,13 +39,13 @@ def exchange(group: dist.ProcessGroup | None) -> None:
     assert message is not None
     dist.recv(values[3], 1 - rank, group=group)
     message.wait()
-    dist.all_reduce(values[1], group=group, async_op=True)  # nobody waits for it
+    dist.all_reduce(values[1], group=group, async_op=True)  # no wait
     assert values[0][0] == 2
     assert values[3][0] == 1
 
 
 def groups(config: dict[str, object] | None) -> list[tuple[int, int]]:
-    """Runs on ranks: make a group, use it, destroy it, again and again."""
+    """Run on ranks: make a group, use it, destroy it, again and again."""
     dist.init_process_group("mcr", pg_options=config)
     found = []
     for _ in range(ROUNDS):
@@ -54,13 +54,13 @@ def groups(config: dict[str, object] | None) -> list[tuple[int, int]]:
         exchange(group)
         dist.destroy_process_group(group)
         found.append(held())
-    exchange(None)  # those that are left work on
+    exchange(None)  # the remaining groups still work
     dist.destroy_process_group()
     return found
 
 
 def jobs_of_torch(config: dict[str, object] | None) -> list[tuple[int, int]]:
-    """Runs on ranks: join a job through torch.distributed and leave it, again and again."""
+    """Run on ranks: join a job through torch.distributed and leave it, again and again."""
     found = []
     for _ in range(ROUNDS):
         dist.init_process_group("mcr", pg_options=config)
@@ -71,7 +71,7 @@ def jobs_of_torch(config: dict[str, object] | None) -> list[tuple[int, int]]:
 
 
 def jobs_of_ours(config: dict[str, object] | None) -> list[tuple[int, int]]:
-    """Runs on ranks: the same by `mcr.init`, with a group inside."""
+    """Run the same on ranks by `mcr.init`, with a group inside."""
     found = []
     for _ in range(ROUNDS):
         with mcr.init(config) as comm:
@@ -101,7 +101,7 @@ def test_jobs_that_have_ended() -> None:
 
 
 def dropped(rounds: int) -> dict[str, object]:
-    """Runs on ranks: groups and wrapped models that the program drops, at another time on each rank."""
+    """Run on ranks: groups and wrapped models that the program drops, at another time on each rank."""
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]})
     running = job.runtime
     assert running is not None
@@ -116,7 +116,7 @@ def dropped(rounds: int) -> dict[str, object]:
     def in_a_group(group: mcr.Communicator | None) -> None:
         assert group is not None
         use(group)
-        group.all_reduce(torch.ones(100_003), async_op=True)  # nobody waits for it
+        group.all_reduce(torch.ones(100_003), async_op=True)  # no wait
         circle: list[object] = [group]
         circle.append(circle)  # freed by the garbage collector, when it likes to
         circles[:] = [circle]
@@ -163,7 +163,7 @@ def dropped(rounds: int) -> dict[str, object]:
 
     kept, given = [mcr.new_group([0, 1])], mcr.new_group([0, 1])
     names = [kept[0].name, given.name]
-    run = given.persistent("all_reduce", value)  # which is all that is left of the group
+    run = given.persistent("all_reduce", value)  # the last reference to the group
     del given
     if comm.rank == 0:
         kept.clear()  # rank 1 keeps its own
@@ -197,13 +197,13 @@ def test_dropped_groups_and_models(via: Via, rounds: int) -> None:
         assert found.pop("closed") == [False, False]
         assert found.pop("left") == [True, True]
         for name, counts in found.items():
-            # One more may wait for the garbage collector now than then.
+            # One more object may wait for the garbage collector now.
             flat = [late <= early + 2 * SPARE for early, late in zip(counts[FIRST], counts[-1], strict=True)]
             assert all(flat), f"rank {rank}, {name}: files, threads, groups in turn: {counts}"
 
 
 def limited() -> dict[str, object]:
-    """Runs on ranks: rank 1 may open a few files only."""
+    """Run on ranks: rank 1 may open a few files only."""
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]})
     hard = len(os.listdir("/proc/self/fd")) + (50 if comm.rank else 1000)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 20, hard))
@@ -224,7 +224,7 @@ def limited() -> dict[str, object]:
     again.all_reduce(value := torch.ones(5))
     groups.clear()
     gc.collect()
-    several = [mcr.new_group([0, 1]) for _ in range(2)]  # those that were dropped make room
+    several = [mcr.new_group([0, 1]) for _ in range(2)]  # the dropped groups make room
     for each in several:
         each.all_reduce(value)
     comm.all_reduce(value)
@@ -247,7 +247,7 @@ def test_new_groups_are_refused_on_all_ranks_if_one_lacks_file_descriptors() -> 
 
 
 def many_signatures() -> dict[str, object]:
-    """Runs on ranks: more signatures than are remembered, of tensors that are strided otherwise elsewhere."""
+    """Run on ranks: more signatures than groups remember, with other strides on other ranks."""
     pytest.MonkeyPatch().setattr(group_runtime, "SIGNATURES", 16)
     pipeline = [{"fuse": {}}, {"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "20s"}}]
     comm = mcr.init({"version": 1, "pipeline": pipeline})

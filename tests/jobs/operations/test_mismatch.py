@@ -47,7 +47,7 @@ def libraries(via: str) -> list[str]:
 
 
 def corpus(via: str, check: str, before: int) -> list[dict[str, Any]]:
-    """Runs on ranks: every case on every library, in a group of all and in one of two ranks."""
+    """Run on ranks: every case on every library, in a group of all and in one of two ranks."""
     mcr.init(configuration(check), backends=libraries(via))
     size = mcr.get_world_size()
     members = [list(range(size))] + ([[size - 1, 0]] if size > 2 else [])
@@ -68,12 +68,12 @@ def cases_for(via: str) -> list[str]:
     return [name for name in CASES if via == "mpi" or name != "backend"]
 
 
-# Cases whose good program is bound before the fault even in the corpus of first binds.
+# In these cases the good program is bound before the fault even in the corpus of first binds.
 _APART = ("size", "tag", "reduce op")
 
 
 def other_groups() -> dict[str, Any]:
-    """Runs on ranks: new_group with other ranks, or in another order, on the last rank."""
+    """Run on ranks: new_group with other ranks, or in another order, on the last rank."""
     mcr.init(configuration())
     size, last = mcr.get_world_size(), mcr.get_rank() == mcr.get_world_size() - 1
     good = list(range(size))
@@ -86,7 +86,7 @@ def other_groups() -> dict[str, Any]:
 
 
 def other_configuration() -> dict[str, Any]:
-    """Runs on ranks: the configuration of the last rank has another deadline."""
+    """Run on ranks: the configuration of the last rank has another deadline."""
     deadline = 20.0 if own_rank() == 1 else 10.0
     return outcome_of(lambda: mcr.init(configuration(deadline=deadline)))
 
@@ -124,7 +124,7 @@ def test_every_mismatch_is_found_and_nothing_else(via: Via, ranks: int, check: s
 
 
 def _names_all(fault: dict[str, Any]) -> bool:
-    """Two ranks, what both did, the operation's number and the group."""
+    """The message has two ranks, the calls of both, the operation's number and the group."""
     text = fault["text"]
     words = CASES[fault["case"].split("/")[0]].words
     named = set(re.findall(r"rank (\d+)", text))
@@ -162,7 +162,7 @@ def test_configuration_that_differs_between_ranks(via: Via) -> None:
 
 
 def threads(via: str) -> dict[str, Any]:
-    """Runs on ranks: two threads on one group, then two threads with a group each."""
+    """Run two threads on one group, then two threads with a group each."""
     mcr.init(configuration(), backends=libraries(via))
     found = {}
     for backend in libraries(via):
@@ -179,7 +179,7 @@ def threads(via: str) -> dict[str, Any]:
 
 def _in_threads(groups: list[Group], backend: str, owners: set[int] = frozenset()) -> list[dict[str, Any]]:  # type: ignore[assignment]
     counts: list[dict[str, Any]] = [{"right": 0, "wrong": 0, "refused": 0} for _ in groups]
-    # A group whose owner has ended is free for the next thread, so every thread stays until all are done.
+    # The next thread may use a group once its owner has ended, so every thread stays until all are done.
     ready, done = threading.Barrier(len(groups)), threading.Barrier(len(groups))
 
     def work(index: int) -> None:
@@ -229,7 +229,7 @@ MESSAGES = {
 
 
 def messages(via: str) -> dict[str, Any]:
-    """Runs on ranks: sends and receives that do not fit, and some that do."""
+    """Run on ranks: sends and receives that do not fit, and some that do."""
     mcr.init(configuration(), backends=libraries(via))
     runs = [
         (f"{backend}/{name}/{source}", mcr.new_group([0, 1]), backend, name, source)
@@ -268,7 +268,7 @@ def test_messages_that_do_not_fit(via: Via) -> None:
 
 
 def fork(via: str) -> dict[str, Any]:
-    """Runs on ranks: a forked child tries the parent's communicator; the parent then goes on."""
+    """Run on ranks: a forked child tries the parent's communicator; then the parent continues."""
     group = mcr.init(configuration(), backends=libraries(via))
     value = torch.ones(4)
     group.all_reduce(value)
@@ -320,7 +320,7 @@ TAGS = [letter * 144 + "last" for letter in "ab"]  # descriptions of just as man
 
 
 def heard_of() -> dict[str, Any]:
-    """Runs on 4 ranks: two issue different operations, one waits for a message of those, one for that one."""
+    """Run on 4 ranks: two issue different operations, one waits for them, and the last for that rank."""
     comm = mcr.init({**configuration(), "backends": ["gloo"]})
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Communicators that MPI makes for signatures: how many there may be, and what happens if it has no more."""
+"""MPI's communicators for signatures: the limit of their number, and behaviour at the limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _channels(comm: mcr.Communicator) -> dict[str, Any]:
 
 
 def many_groups(groups: int) -> dict[str, Any]:
-    """Runs on ranks: more signatures in many groups than MPICH has communicators; groups of two ranks too."""
+    """Run on ranks: more signatures in many groups than MPICH has communicators; groups of two ranks too."""
     comm = mcr.init(ONLY_MPI)
     everybody = list(range(comm.size))
     made = []
@@ -114,7 +114,7 @@ class _Late:
 
 
 def without_communicators(fails: str, ranks: list[int]) -> dict[str, Any]:
-    """Runs on ranks: some of them can have no more communicators, in a new group and in one in use."""
+    """Run on ranks: some run out of communicators, in a new group and in a group in use."""
     comm = mcr.init(ONLY_MPI)
     used, fresh = (mcr.new_group(list(range(comm.size))) for _ in range(2))
     for numel in (1, 2):
@@ -149,7 +149,7 @@ def test_no_rank_waits_for_one_without_communicators(fails: str, ranks: list[int
 
 
 def without_groups() -> list[dict[str, Any]]:
-    """Runs on ranks: rank 1 cannot duplicate the communicator of a new group, with MPI alone and with all."""
+    """Run on ranks: rank 1 cannot duplicate the communicator of a new group, with MPI alone and with all."""
     found = []
     for backends in (["mpi"], None):
         settings = ONLY_MPI if backends else {"version": 1, "pipeline": ONLY_MPI["pipeline"]}
@@ -166,7 +166,7 @@ def without_groups() -> list[dict[str, Any]]:
 
 
 class _NoDuplicate:
-    """A communicator whose groups cannot be duplicated."""
+    """A communicator that fails to duplicate groups."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -193,10 +193,10 @@ def test_a_group_that_one_rank_cannot_open_is_opened_by_none() -> None:
 
 
 def one_after_another(seed: int) -> list[int]:
-    """Runs on ranks, as on several hosts: compressed operations in flight, whose steps start after others.
+    """Run on ranks, as on several hosts: compressed operations in flight start their steps after others.
 
-    What MPI does for the first operations of a signature is collective, so no rank may do it twice, however
-    long an operation that was let in waits for the one before it. Ranks come to each at different times.
+    MPI's work for the first operations of a signature is collective, so no rank may do it twice, however long
+    an admitted operation waits for the one before it. Ranks come to each at different times.
     """
     stages = [{"compress": {"codec": "int8_block"}}, *ONLY_MPI["pipeline"]]
     with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank()}"):

@@ -39,7 +39,7 @@ Check = Callable[[torch.Tensor, torch.Tensor, str], None]
 
 
 def either_name(table: str) -> list[str]:
-    """The libraries of calls that one rank writes with `shm`, the other with `msccl`."""
+    """Return the libraries of calls with `shm` on one rank and `msccl` on the other."""
     name = "shm" if os.environ["RANK"] == "0" else "msccl"
     config = {
         "version": 1,
@@ -121,7 +121,7 @@ class Case:
         self.check(found, wanted, self.what)
 
     def blocks(self, rank: int) -> torch.Tensor:
-        """The elements of `rank` for each rank."""
+        """Return the elements of `rank` for each rank."""
         return torch.cat([self.base + 100 * other + rank for other in self.ranks])
 
     def run(self) -> None:
@@ -291,7 +291,7 @@ def test_algorithm_files_are_checked_at_init(tmp_path: Path) -> None:
         catalog.use([tmp_path / "ring.xml"])
 
 
-UNKNOWN = {  # what stands in the configuration: where it is refused
+UNKNOWN = {  # value in the configuration: place of the refusal
     "rules: [{match: {kind: all_reduce}, backend: 'msccl:mine.xml'}]": (
         "pipeline.yaml:3: rules[0].backend: backend 'msccl:mine.xml': unknown algorithm 'mine.xml'; known: ",
         ", mine; did you mean 'mine'?",
@@ -340,7 +340,7 @@ def test_algorithm_files_are_part_of_the_configuration_hash(tmp_path: Path) -> N
 
 
 def sizes_that_do_not_fit() -> list[Any]:
-    """Rank 1 expects more of rank 0 than that has, in a later call: those of the first are compared."""
+    """Rank 1 expects more values than rank 0 has, in a later call: only first calls are compared."""
     comm = mcr.init({"version": 1, "backends": ["msccl"]})
     sent, expected = ([2, 5], [2, 4]) if comm.rank == 0 else ([4, 1], [5, 1])
     for more in (0, comm.rank):
@@ -362,7 +362,7 @@ def test_sizes_that_do_not_fit() -> None:
 
 
 def on_the_thread() -> list[bool]:
-    """Large asynchronous operations, among others, waited for in another order; then what the thread left."""
+    """Test asynchronous operations, waited for in another order, and the thread's leftovers."""
     comm = mcr.init({"version": 1, "backends": ["msccl"]})
     me, size = comm.rank, comm.size
     total = size * (size - 1) // 2
@@ -371,7 +371,7 @@ def on_the_thread() -> list[bool]:
         values = [torch.full((count + index,), me, dtype=torch.int32) for index in range(5)]
         works = [comm.all_reduce(value, async_op=True) for value in values]
         small = torch.full((3,), me)
-        comm.all_reduce(small)  # behind those
+        comm.all_reduce(small)  # after the large ones
         large = torch.full((size * 400_000,), me)
         everything = torch.empty_like(large)
         comm.all_to_all_single(everything, large)
@@ -414,7 +414,7 @@ def interrupted(folder: str) -> list[bool]:
     else:
         wait_for_files(stopped)
         comm.all_reduce(torch.ones(3_000_000))
-    fresh = [torch.full((1_000_000,), 7.0) for _ in range(6)]  # where its tensor was, if it is gone
+    fresh = [torch.full((1_000_000,), 7.0) for _ in range(6)]  # its memory, if it is free
     value = torch.full((5,), float(comm.rank))
     comm.all_reduce(value)
     mcr.finalize()
@@ -427,7 +427,7 @@ def test_an_interrupted_wait_keeps_its_tensors(tmp_path: Path) -> None:
 
 
 def other_sizes(backend: str) -> str:
-    """Both have been compared before; then ranks take different ones."""
+    """Both sizes have been compared before; then ranks take different ones."""
     comm = mcr.init(
         {"version": 1, "backends": ["msccl"], "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}
     )
@@ -451,7 +451,7 @@ def test_other_sizes_raise_and_are_never_summed(backend: str) -> None:
 def other_order() -> tuple[str, float]:
     """The root of a tree waits for no peer, so no peer would read the description of its operation.
 
-    Returns what is raised, and after how many seconds.
+    Returns the error and the seconds until it was raised.
     """
     stages = [{"select": {}}, {"dispatch": {"timeout": "20s"}}]
     comm = mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages})
@@ -495,7 +495,7 @@ def test_a_scatter_of_several_chunks(tmp_path: Path) -> None:
 
 
 class _Interrupting:
-    """A lock behind which Ctrl-C strikes as soon as it has been taken."""
+    """A lock after which Ctrl-C strikes as soon as it has been taken."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -593,7 +593,7 @@ def test_explain_keeps_the_algorithms_of_the_job(tmp_path: Path) -> None:
 
 
 def without_memory(named: bool) -> list[Any]:
-    """No room in /dev/shm: a job that has not asked for it goes on without."""
+    """No room in /dev/shm: a job that has not asked for MSCCL continues without it."""
     from mcr_plus.backends.shm import segment
 
     def create(nbytes: int) -> Any:
@@ -622,7 +622,7 @@ def test_without_memory(named: bool) -> None:
 
 
 def waiting_moves_everything() -> bool:
-    """A rank that waits for one group must go on with another group's operations, or its peers never come."""
+    """A rank that waits for one group must run another group's operations, or its peers never come."""
     comm = mcr.init({"version": 1, "backends": ["msccl"]})
     other = mcr.new_group([2, 1, 0])
     first, second = torch.ones(5000), torch.ones(5000)

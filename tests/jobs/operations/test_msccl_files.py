@@ -1,8 +1,8 @@
-"""Algorithm files from elsewhere, run on their number of ranks, if MCR_ALGORITHM_FILES names a folder.
+"""Algorithm files of other projects, run on their number of ranks, if MCR_ALGORITHM_FILES names a folder.
 
     MCR_ALGORITHM_FILES=~/algorithms pytest tests/jobs/operations/test_msccl_files.py
 
-Files that the verifier refuses, those for more than eight ranks, and those of gather and scatter are not run.
+Files that the verifier refuses, files for more than eight ranks, and files of gather and scatter do not run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def values(rank: int, count: int, salt: int) -> np.ndarray:
 
 
 def expected_of(kind: Kind, parts: list[np.ndarray], rank: int, op: ReduceOp, root: int) -> np.ndarray | None:
-    """The expected output of a rank, in numpy; None without one."""
+    """Return the expected output of a rank, in numpy; None without one."""
     if kind in ("all_reduce", "reduce", "reduce_scatter"):
         whole: np.ndarray = np.sum(parts, axis=0) if op == "SUM" else np.max(parts, axis=0)
         if kind == "reduce_scatter":
@@ -76,7 +76,7 @@ def result_of(
 
 
 def sizes_of(algorithm: Algorithm, width: int) -> list[int]:
-    """Elements of the whole buffer, in the file's range; one number does not divide by that of chunks."""
+    """Return sizes of the whole buffer in the file's range; one does not divide by the number of chunks."""
     most = min(algorithm.most or 1 << 22, 1 << 22)
     least = max(algorithm.least, min(4096, most))
     ranks = algorithm.ranks
@@ -86,7 +86,7 @@ def sizes_of(algorithm: Algorithm, width: int) -> list[int]:
 
 
 def runs(file: str) -> list[str]:
-    """The failures, and at the end the number of compared calls."""
+    """Return the failures, and at the end the number of compared calls."""
     algorithm = read_algorithm(Path(file))
     kind, name, root = KINDS[algorithm.collective], f"msccl:{Path(file).stem}", algorithm.root
     found, calls = [], 0

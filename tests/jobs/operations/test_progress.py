@@ -40,7 +40,7 @@ def dispatch(progress: str) -> dict[str, Any]:
 
 
 def hands_off(progress: str, patience: float) -> tuple[bool, bool]:
-    """Whether an operation, and what was to follow it, were done while the program called nothing of ours."""
+    """Return whether an operation and its followers were done without a call of the program."""
     followed = threading.Event()
     done = False, False
     with mcr.init(dispatch(progress)) as comm:
@@ -61,7 +61,7 @@ def hands_off(progress: str, patience: float) -> tuple[bool, bool]:
 
 
 def both_ways() -> dict[str, Any]:
-    """Runs on ranks."""
+    """Run on ranks."""
     before = threading.active_count()
     found: dict[str, Any] = {"caller": hands_off("caller", 0.5), "thread": hands_off("thread", 20.0)}
     found["threads left"] = threading.active_count() - before
@@ -78,7 +78,7 @@ CODECS: dict[str, dict[str, Any]] = {"none": {}, "bf16": {}, "int8_block": {}, "
 
 
 def in_inference_mode(backend: str, progress: str, fuse: bool) -> list[str]:
-    """What differs from sums and means by hand; the mode changes between calls that share a residual."""
+    """Return the differences from sums and means by hand; calls of both modes share a residual."""
     stages: list[dict[str, Any]] = [{"fuse": {}}] if fuse else []
     stages += [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "30s", "progress": progress}}]
     wrong = []
@@ -91,7 +91,7 @@ def in_inference_mode(backend: str, progress: str, fuse: bool) -> list[str]:
                 continue
             compress = {"codec": codec, **CODECS[codec], **({"error_feedback": True} if feedback else {})}
             with torch.inference_mode(made):
-                # Of equal values, which all codecs keep but for the last bits; one is not contiguous.
+                # Tensors of equal values, which all codecs keep up to the last bits; one is not contiguous.
                 large = torch.full((64, 1024), float(comm.rank + 1))
                 small = [torch.full((size,), float(comm.rank + 1)) for size in (33, 35)]
                 turned = torch.full((5, 7), float(comm.rank + 1)).t()
@@ -168,7 +168,7 @@ def test_progress_thread_completes_operations_without_a_wait() -> None:
 
 
 def serialized() -> str:
-    """Runs on ranks: MPI initialised for one thread at a time."""
+    """Run on ranks: MPI initialised for one thread at a time."""
     import mpi4py
 
     mpi4py.rc.thread_level = "serialized"
@@ -188,7 +188,7 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
 
 
 class Stub:
-    """Stands for an operation: done or not, and what happens while somebody looks at it."""
+    """A stand-in for an operation, done or not, that acts while its state is read."""
 
     error = poll = noted = None
     inline = waited = True
@@ -220,7 +220,7 @@ def test_drain_tolerates_operations_released_by_the_progress_thread() -> None:
 
 
 def forked() -> list[int]:
-    """Runs on ranks: a child of a process with a progress thread ends by itself."""
+    """Run on ranks: a child of a process with a progress thread ends by itself."""
     with mcr.init(dispatch("thread")) as comm:
         work = comm.all_reduce(torch.ones(BY_HOST), async_op=True)
         child = os.fork()
@@ -250,7 +250,7 @@ class Noted(GroupBoard):
 
 @pytest.mark.parametrize("when", [1, 3, 200])
 def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None:
-    """Whether the first polls, those that follow, or those of the engine are going on."""
+    """The first polls, the following polls, or the engine's polls are running."""
     engine = Engine(Peers(0, ("host",), None, 1.0), wait="spin", oversubscribed=False)
     group, nobody = Group("world", (0,), 0), cast("Any", None)
     polls: list[None] = []
@@ -318,7 +318,7 @@ def test_operations_in_place_share_a_message_but_not_while_it_is_in_use() -> Non
 
 
 def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
-    """An operation of a group of its own, deferred if it follows another one."""
+    """Return an operation of a group of its own, deferred if it follows another one."""
     group: Any = SimpleNamespace(
         board=Noted(), publish=lambda: None, fail=lambda error, sequence: None, unfinished=set()
     )
@@ -341,7 +341,7 @@ def test_failure_propagates_along_dependent_operations_across_groups() -> None:
     second = issued(engine, 2, first)
     third = issued(engine, 3, second)
     other = issued(engine, 4, issued(engine, 5, None))
-    # The last of the chain is looked at before the one that it follows.
+    # The last operation of the chain is polled before the operation that it follows.
     engine.blocked.sort(key=lambda channel: -channel.pending[0].sequence)
     engine.fail(first, mcr.OrderMismatch("ranks differ"))
     for work in (first, second, third):

@@ -103,7 +103,7 @@ def failing(backend: str, via: str) -> dict[str, list[Any]]:
 
 
 def _ranks_in(text: str) -> set[int]:
-    """The ranks that a text names, each of which it must call one of the job."""
+    """Return the ranks that a text names; it must call each a rank of the job."""
     lists = re.findall(r"ranks of the job: \[([\d, ]+)\]", text)
     named = re.findall(r"rank (\d+)(?: of the job|: last issued)", text)
     assert len(named) + len(lists) == len(re.findall(r"ranks?\b(?! of | must)", text)) + len(lists), text
@@ -123,7 +123,7 @@ def _check(name: str, kind: str, text: str, missing: list[int], lost: list[int])
     else:
         assert kind == "OrderMismatch", text
     issued = re.findall(r"rank (\d) of the job issued (.*?)(?:; |\. |$)", text)
-    for rank, operation in issued:  # what only this rank of the job has issued
+    for rank, operation in issued:  # operations that only this rank of the job has issued
         strange = {"sizes": "float32[4]", "messages": "send", "roots": "root=0", "close": "tag=close"}[name]
         assert (strange in operation) == (int(rank) == VICTIM), text
     if name in ("sizes", "messages", "roots", "close"):
@@ -189,7 +189,7 @@ ARGUMENTS: dict[str, Call] = {
 
 
 def wrong_arguments() -> dict[str, str]:
-    """Runs on ranks: what each says about arguments that differ in a group of ranks 2 and 0."""
+    """Run on ranks; return the errors of each about different arguments in a group of ranks 2 and 0."""
     world = mcr.init({"version": 1, "backends": ["gloo"]})
     said: dict[str, str] = {}
     comm = mcr.new_group([2, 0])

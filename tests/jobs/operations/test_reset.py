@@ -1,4 +1,4 @@
-"""After a failure other groups go on, `mcr.reset` makes a fresh world, and a broken library is not called."""
+"""After a failure other groups continue, `mcr.reset` makes a new world, broken libraries are not called."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _expected(size: int, numel: int) -> list[float]:
 
 
 def _open(most: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Files and threads of this process; with `most`, after a while in which threads that end may do so."""
+    """Return the files and threads of this process; with `most`, once threads have had time to end."""
     gc.collect()
     ends = time.monotonic() + 5
     while True:
@@ -57,7 +57,7 @@ def _open(most: tuple[int, int] | None = None) -> tuple[int, int]:
 
 
 def _mistake(comm: mcr.Communicator, backend: str) -> str:
-    """The last rank sends another size; both are known to all. What each rank is told."""
+    """Let the last rank send another size, both known to all; return each rank's error."""
     for numel in (3, 5):
         assert _sum(comm, numel, backend=backend) == _expected(comm.size, numel)
     told = outcome_of(lambda: _sum(comm, 5 if comm.rank == comm.size - 1 else 3, backend=backend))
@@ -65,7 +65,7 @@ def _mistake(comm: mcr.Communicator, backend: str) -> str:
 
 
 def carry_on(libraries: list[str]) -> dict[str, Any]:
-    """Runs on ranks: a group fails, the world does not; then the world does, and there is a new one."""
+    """Run on ranks: a group fails, then the world fails, and there is a new world."""
     found: dict[str, Any] = {"told": []}
     world = mcr.init({"version": 1, "backends": libraries, "pipeline": STAGES})
     size = world.size
@@ -77,7 +77,7 @@ def carry_on(libraries: list[str]) -> dict[str, Any]:
     kept = world.persistent("barrier")
     for backend in libraries:
         world = mcr.world()
-        left = world.all_reduce(torch.ones(1 << 16), async_op=True, backend=backend)  # nobody waits for it
+        left = world.all_reduce(torch.ones(1 << 16), async_op=True, backend=backend)  # no wait
         assert left is not None
         found["told"].append(_mistake(world, backend))
         fresh = mcr.reset()
@@ -125,7 +125,7 @@ def test_a_job_of_one_rank_may_be_reset() -> None:
 
 
 def remedies() -> list[str]:
-    """Runs on ranks: what an operation of a group that has failed says, by the ways to go on."""
+    """Run on ranks; return the errors of operations of a failed group, by the ways to continue."""
     world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES})
     found = []
     for group in (mcr.new_group([1, 0]), world.branch(), world):
@@ -155,7 +155,7 @@ def test_operations_after_a_failure_name_the_remedy() -> None:
 
 
 def truncated() -> dict[str, Any]:
-    """Runs on ranks: MPI reports a truncation in one group, while an operation of another is in flight."""
+    """Run on ranks: MPI reports a truncation in one group, while an operation of another is in flight."""
     from mpi4py import MPI
 
     world = mcr.init({"version": 1, "backends": ["mpi", "gloo"], "pipeline": STAGES})
@@ -222,7 +222,7 @@ def test_mpi_is_not_called_again_after_a_truncation() -> None:
 
 
 def _counted(group: mcr.Communicator, calls: list[str]) -> None:
-    """Note every call by which an operation that `group` binds from here on goes to MPI."""
+    """Note every call that hands an operation bound by `group` from here on to MPI."""
     channel: Any = group.opened.runtime.channels["mpi"].channel
     bind, bind_persistent = channel.bind, channel.bind_persistent
 
@@ -255,7 +255,7 @@ def _counted(group: mcr.Communicator, calls: list[str]) -> None:
 
 
 def known_to_other_groups() -> dict[str, Any]:
-    """Runs on ranks: MPI breaks while groups that have done operations often have nothing in flight."""
+    """Run on ranks: MPI breaks while groups that have done operations often have nothing in flight."""
     world = mcr.init({"version": 1, "backends": ["mpi", "gloo"], "pipeline": STAGES})
     broken, *others = (mcr.new_group([0, 1]) for _ in range(4))
     calls: list[str] = []
@@ -302,7 +302,7 @@ def test_operations_bound_before_an_mpi_failure_do_not_call_mpi_in_any_group() -
 
 
 def resets(mistake: str) -> dict[str, Any]:
-    """Runs on ranks: many worlds, each with signatures of its own; `mistake`: on which library one fails."""
+    """Run on ranks: many worlds, each with its own signatures; `mistake`: the library on which one fails."""
     from mpi4py import MPI
 
     world = mcr.init({"version": 1, "backends": ["mpi", "gloo"], "pipeline": STAGES})
@@ -353,13 +353,13 @@ def test_reset_after_an_mpi_failure_keeps_the_contexts_of_signatures() -> None:
     for result in run_ranks(resets, 2, args=["mpi"], timeout=150):
         found = result.value
         for number, left in enumerate(found["contexts"]):
-            # Of each world before, no more than its own group had: others had nothing in flight.
+            # A world costs at most the contexts of its own group: other groups had nothing in flight.
             assert left >= 1024 - 192 - 10 * (number + 1), found
         assert found["rooms"][-1] == 192
 
 
 def failed_inits(libraries: list[str], broken: str, times: int) -> list[tuple[int, int]]:
-    """Runs on ranks: jobs that cannot begin, as one library makes no group. Files and threads after each."""
+    """Run jobs that cannot begin, because a library makes no group; return files and threads after each."""
     stages = [*STAGES[:-1], {"dispatch": {"timeout": "20s", "progress": "thread"}}]
     found = []
     for number in range(times):
@@ -406,7 +406,7 @@ def test_inits_that_fail_leave_nothing_open(via: Via, libraries: list[str], brok
 
 
 def too_late(folder: str) -> dict[str, Any]:
-    """Runs on ranks: rank 1 does not come to reset in time, and then all call init."""
+    """Run on ranks: rank 1 does not come to reset in time, and then all call init."""
     world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}, timeout=2.0)
     given_up = Path(folder, "given_up")
     if world.rank == 1:
@@ -443,7 +443,7 @@ def test_failed_reset_names_the_remedy(tmp_path: Path, via: Via) -> None:
 
 
 class _Forbidden:
-    """In place of what MPI made, in a process in which MPI is not to be called."""
+    """A replacement of MPI's objects in a process that must not call MPI."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"MPI has been called: {name}")
@@ -492,7 +492,7 @@ def _asynchronous(group: mcr.Communicator) -> dict[str, Any]:
 
 
 def switched_off(broken_on: list[int], hierarchical: bool) -> dict[str, Any]:
-    """Runs on ranks: MPI breaks on some of them, and the program goes on with groups."""
+    """Run on ranks: MPI breaks on some of them, and the program continues with groups."""
     stages = STAGES[:1] + [{"hierarchical": {"ranks_per_node": 2}}] * hierarchical + STAGES[1:]
     world = mcr.init({"version": 1, "pipeline": stages})
     size, everybody = world.size, list(range(world.size))

@@ -155,7 +155,7 @@ def hold_two_issue_one() -> dict[str, Any]:
         "bytes": [record.bytes for record in log.records],
     }
     late = torch.ones(2)
-    mcr.all_reduce(late, async_op=True)  # nobody waits: finalize sends it
+    mcr.all_reduce(late, async_op=True)  # no wait: finalize sends it
     mcr.finalize()
     return {**result, "late": late.tolist()}
 
@@ -205,7 +205,7 @@ def one_becomes_two() -> dict[str, Any]:
     first, second = (torch.arange(4.0) + comm.rank * 10**power for power in (1, 2))
     plain = torch.ones(3)
     with mcr.record() as log:
-        # Two rewritten operations and a plain one in flight on both libraries, waited for in any order.
+        # Two rewritten operations and a plain one are in flight on both libraries, waited for in any order.
         works = [mcr.all_reduce(first, async_op=True), mcr.all_reduce(second, async_op=True)]
         odd = mcr.all_reduce(plain, async_op=True, backend="gloo")
         for work in (odd, *(works if comm.rank else reversed(works))):
@@ -384,7 +384,7 @@ class MeanStage:
 
 
 def keep_state_outside(folder: str) -> dict[str, Any]:
-    """Two jobs: the second goes on where the first has saved, with one of its two operations."""
+    """Two jobs: the second continues from the first's saved state, with one of its two operations."""
     registry.register("stages", "mean", MeanStage)
     lines: list[str] = []
     handler = logging.Handler()
@@ -425,7 +425,7 @@ def keep_state_outside(folder: str) -> dict[str, Any]:
 def test_outside_stage_takes_part_in_saved_state(tmp_path: Path) -> None:
     results = [result.value for result in run_ranks(keep_state_outside, 2, args=[str(tmp_path)], via="torch")]
     for value in results:
-        # Of ranks 0 and 1, which have passed rank * factor and step + rank in three calls, the mean.
+        # The mean of ranks 0 and 1, which have passed rank * factor and step + rank in three calls.
         world = {"calls": 6, "sum a": [1.5, 4.5], "sum b": [150.0, 4.5]}
         assert value["saved"] == {"world": world, "group1": {"calls": 1, "sum c": [7.0, 0.5]}}
         world = {"calls": 7, "sum a": [6.5, 4.5], "sum b": [150.0, 4.5]}
@@ -464,7 +464,7 @@ class TorchWork(c10d.Work):
 
 
 class Shell(dist.ProcessGroup):
-    """What DDP needs of a process group, over a Communicator."""
+    """The methods of a process group that DDP needs, over a Communicator."""
 
     def __init__(self, comm: mcr.Communicator) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the stubs lack this one
@@ -524,7 +524,7 @@ def test_three_method_process_group_carries_a_ddp_step() -> None:
 
 
 def end_apart(seconds: float, finalize: bool) -> float:
-    """`seconds`: longer than a rank waits for others as its process ends, which is one second here."""
+    """`seconds`: longer than a rank waits for others at the end of its process, here one second."""
     setattr(runtime, "SHORT", 1.0)  # noqa: B010 - mypy: it is another module's name
     Runtime.wait_for_all_to_end.__defaults__ = (1.0,)
     comm = _init(backends=["mpi", "gloo"])
@@ -549,7 +549,8 @@ def drop_persistent() -> list[float]:
     for backend in ("mpi", "gloo"):
         for op, expected in (("SUM", 3.0), ("AVG", 1.5)):
             for size in range(1000, 1010):
-                # Started, dropped, and its memory asked for again while it is in flight.
+                # The operation is started and dropped, and its memory is requested again while it is in
+                # flight.
                 mcr.persistent("all_reduce", torch.ones(size), op=op, backend=backend).start()
                 gc.collect()
                 torch.zeros(size)

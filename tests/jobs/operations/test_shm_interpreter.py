@@ -88,7 +88,7 @@ def test_only_files_of_the_dead_are_removed() -> None:
 
 
 def dying(when: str) -> str:
-    """One of three ranks is killed while memory is opened; returns the errors of the others."""
+    """Kill one of three ranks while memory is opened; return the errors of the others."""
     me = own_rank()
     create, kept = segment._create, segment._map
     print(os.getpid(), flush=True)
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_while_memory_is_opened_is_named(when: str, victim: int
 
 
 def no_such_size(slot: int, only: int | None) -> str:
-    """A size that no file can have, on all ranks; or an address space that one rank has not got."""
+    """Use an impossible file size on all ranks, or too small an address space on one rank."""
     me = own_rank()
 
     def fail(path: Path, nbytes: int) -> Any:
@@ -161,7 +161,7 @@ def test_impossible_sizes_are_an_error_on_all_ranks(slot: int, only: int | None,
 
 
 class Gone:
-    """A store whose server has died after so many requests."""
+    """A store with a server that dies after some requests."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""Strangers who reach the port of a job's store, or its data channels: nothing of theirs is believed."""
+"""Strangers who reach the port of a job's store, or its data channels: their data is refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_values_of_strangers_are_refused() -> None:
         put(raw, "p/key", forged)
         with pytest.raises(LaunchError, match="'p/key' in the job's store was not written by a rank"):
             ours.get("p/key")
-    put(raw, "p/another", signed)  # a value of ours in another place
+    put(raw, "p/another", signed)  # one of the job's values in another place
     for store, key in ((ours, "p/another"), (theirs, "p/another"), (elsewhere, "p/another")):
         with pytest.raises(LaunchError, match="not written by a rank of this job"):
             store.get(key)
@@ -123,7 +123,7 @@ def test_a_secret_of_another_user_is_refused() -> None:
 
 
 class _Evil:
-    """What a stranger would like to be unpickled."""
+    """An object that a stranger would like to have unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -180,7 +180,7 @@ def visited(folder: str) -> list[str]:
         try:
             call()
         except mcr.BackendError:
-            pass  # what rank 0 sent is not signed for the stranger
+            pass  # rank 0's message is not signed for the stranger
     x = torch.ones(3)
     mcr.all_reduce(x)
     assert x.tolist() == [2.0] * 3
@@ -239,7 +239,7 @@ def test_forged_objects_are_refused_in_horovod_programs(tmp_path: Path) -> None:
 
 
 def _on_several_hosts(library: str) -> mcr.Communicator:
-    """A job whose ranks take each other for ranks of other hosts, so that their board lies in the store."""
+    """Make a job with ranks that see each other as ranks of other hosts, so their board is in the store."""
     host = f"host{own_rank()}"
     with mock.patch("mcr_plus.job.init.host_name", return_value=host):
         comm = mcr.init({**GLOO, "backends": [library]}, timeout=60.0)
@@ -255,7 +255,7 @@ def _stranger(store: Any) -> TCPStore:
 
 
 def forged(library: str, name: str, folder: str) -> dict[str, Any]:
-    """Runs on ranks: while rank 0 waits for rank 1, a stranger writes `name` of rank 1 on the board."""
+    """Run on ranks: while rank 0 waits for rank 1, a stranger writes `name` of rank 1 on the board."""
     noticed = Path(folder, "noticed")
     comm = _on_several_hosts(library)
     for _ in range(3):
@@ -265,7 +265,7 @@ def forged(library: str, name: str, folder: str) -> dict[str, Any]:
     if comm.rank == 1:
         stranger = _stranger(store)
         row = next(key for key in stranger.list_keys() if key.endswith("board/world/1/row"))
-        time.sleep(0.5)  # rank 0 waits by now, or reads it as it begins to
+        time.sleep(0.5)  # rank 0 waits by now, or reads it at its start
         put(stranger, row.removesuffix("row") + name, pickle.dumps(_Evil(f"{folder}/touched")))
         wait_for_files(noticed)
     told = outcome_of(lambda: comm.all_reduce(torch.ones(3)))
@@ -294,7 +294,7 @@ def test_forged_board_entries_fail_the_operation_and_its_group(
 
 
 def without_a_store(library: str, port: int, server: int, folder: str) -> None:
-    """Runs on ranks: the process that holds the store ends while all is well."""
+    """Run on ranks: the process that holds the store ends in a healthy job."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(store)
     with mock.patch("mcr_plus.core.environment._by_our_mpi", return_value=False):
@@ -373,7 +373,7 @@ def test_operations_that_need_the_store_fail_soon_after_its_owner_dies(library: 
 
 
 class _Forging(Store):
-    """Rank 1's store, in which a stranger changes one key."""
+    """Rank 1's store; a stranger changes one key of it."""
 
     def __init__(self, store: Store, key: str, value: bytes) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ class _Forging(Store):
 
 
 def met(stores: tuple[Store, Store], variables: dict[str, str]) -> list[Any]:
-    """What two ranks, threads of this process, make of a store: the part, or the error."""
+    """Return the parts that two ranks, threads of this process, read from a store, or the errors."""
 
     def meet(rank: int) -> Any:
         try:
@@ -435,7 +435,7 @@ def test_forged_handshake_cannot_disable_signing(one_host: bool) -> None:
 
 
 def by_host_name(port: int, local_size: int, elsewhere: int) -> dict[str, Any]:
-    """Runs on ranks whose store is at the host's name; rank `elsewhere` cannot see the others in `/proc`."""
+    """Run on ranks with a store at the host's name; rank `elsewhere` cannot see the others in `/proc`."""
     place = {
         "MASTER_ADDR": socket.gethostname(),
         "LOCAL_RANK": str(own_rank() % local_size),

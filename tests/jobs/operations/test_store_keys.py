@@ -1,4 +1,4 @@
-"""The job's store holds keys of what there is, and not of all that there ever was."""
+"""The job's store holds keys of present objects, and none of past ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def _keys(comm: mcr.Communicator) -> list[str]:
-    """All keys of the store behind that of the job."""
+    """Return all keys of the store below the job's key."""
     store: Any = comm._runtime.world.store
     while hasattr(store, "_store") or hasattr(store, "underlying_store"):
         store = store._store if hasattr(store, "_store") else store.underlying_store
@@ -47,7 +47,7 @@ def _keys(comm: mcr.Communicator) -> list[str]:
 
 
 def _use(group: mcr.Communicator, step: int) -> None:
-    """By every library, with a tag that was never there before."""
+    """Run operations by every library, with a new tag."""
     for backend in mcr.get_backends():
         value = torch.arange(5.0) + group.rank
         group.all_reduce(value, backend=backend, tag=f"step {step}")
@@ -56,7 +56,7 @@ def _use(group: mcr.Communicator, step: int) -> None:
 
 
 def groups(hosts: bool, rounds: int) -> dict[str, Any]:
-    """Runs on ranks: groups that end in every way, on one host or as on several."""
+    """Run on ranks: groups that end in every way, on one host or as on several."""
     host = f"host{own_rank()}" if hosts else "host"
     with mock.patch("mcr_plus.job.init.host_name", return_value=host):
         comm = mcr.init(SETTINGS)
@@ -67,7 +67,7 @@ def groups(hosts: bool, rounds: int) -> dict[str, Any]:
     counts = []
     for number in range(rounds):
         closed, left, dropped = (mcr.new_group(everybody[::-1]) for _ in range(3))
-        with mcr.record():  # at whose end ranks of several hosts publish when they have arrived
+        with mcr.record():  # ranks of several hosts publish their arrivals at its end
             for group in (closed, left, dropped):
                 _use(group, number)
         if number % 10 == 0:
@@ -80,9 +80,9 @@ def groups(hosts: bool, rounds: int) -> dict[str, Any]:
             pass
         del dropped, group
         gc.collect()
-        mcr.new_group(everybody).close()  # where what was dropped is closed
+        mcr.new_group(everybody).close()  # dropped objects are closed here
         mcr.barrier()
-        # The rows of the job's own group have slots, of which more are used every time, up to a bound.
+        # The rows of the job's own group have slots; each time more of them are used, up to a bound.
         counts.append(len([key for key in _keys(comm) if "/board/world/" not in key]))
         mcr.barrier()
     found["counts"] = counts
@@ -106,7 +106,7 @@ def test_groups_that_are_closed_leave_no_keys(via: Via, hosts: bool, rounds: int
 
 
 def inside(rounds: int) -> list[int]:
-    """Runs on ranks: groups with groups inside them, for the hierarchical stage."""
+    """Run on ranks: groups with groups inside them, for the hierarchical stage."""
     stages = [{"hierarchical": {"ranks_per_node": 2}}, *SETTINGS["pipeline"]]
     comm = mcr.init({**SETTINGS, "backends": ["gloo"], "pipeline": stages})
     counts = []
@@ -130,7 +130,7 @@ def test_groups_inside_of_groups_leave_no_keys() -> None:
 
 
 def arrivals(how: str) -> dict[str, list[str]]:
-    """Runs on ranks of two hosts: what they have published for `log.stragglers()`, before and after a world.
+    """Run on ranks of two hosts; return their keys for `log.stragglers()` before and after a world.
 
     Rank 2 dies with `shrink`, and a rank of each host with `one of each host`.
     """
@@ -190,13 +190,13 @@ def test_arrivals_do_not_stay_in_the_store(how: str, left: list[int]) -> None:
     for rank in left:
         value = results[rank].value
         assert value is not None, results[rank].stderr
-        # Of each rank of the world and of the pair one part, and what it says of it.
+        # One part per rank of the world and of the pair, and its description.
         assert len(value["before"]) == 2 * (4 + 2), value
         assert value["after"] == []
 
 
 def declared_lost() -> dict[str, Any]:
-    """Runs on ranks: rank 3, which was stopped, leaves the old world before the others clear it."""
+    """Run on ranks: rank 3, which was stopped, leaves the old world before the others clear it."""
     rank = own_rank()
     with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{rank // 2}"):
         comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
@@ -246,7 +246,7 @@ def test_a_lost_rank_removes_no_arrivals_that_others_may_read() -> None:
 
 
 def worlds(how: str, hosts: bool, rounds: int) -> list[list[str]]:
-    """Runs on ranks: the keys in the store after each change of the world, but for what was decided."""
+    """Run on ranks; return the store's keys after each change of the world, without the decisions."""
     found = []
     host = f"host{own_rank() // 2}" if hosts else "host"
     with mock.patch("mcr_plus.job.init.host_name", return_value=host):

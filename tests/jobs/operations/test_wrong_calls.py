@@ -1,4 +1,4 @@
-"""Natural wrong calls: each says what is wrong and what to do instead, on two ranks."""
+"""Natural wrong calls on two ranks: each error names the mistake and the remedy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _another(model: torch.nn.Module) -> torch.optim.Optimizer:
 def _changed_with_another(
     change: Callable[[Any, Any], None], *, by_forward: bool = True, is_frozen: bool = False
 ) -> Callable[[], object]:
-    """Train, change the model, and train with another optimizer, which tells if the forward pass does not."""
+    """Train, change the model, and train with another optimizer; the forward pass or the optimizer raises."""
 
     def call() -> None:
         model, optimizer = _model()
@@ -264,7 +264,7 @@ def _elastic_in_ddp() -> None:
 
 
 class _InDDP(torch.nn.Module):
-    """What is around a model, such as DistributedDataParallel."""
+    """A wrapper of a model, such as DistributedDataParallel."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -584,7 +584,7 @@ RIGHT = (
 
 
 def wrong_calls() -> dict[str, str]:
-    """Runs on ranks: make every call, and return what each has said."""
+    """Run on ranks: make every call, and return the error of each."""
     said = {}
     with mcr.init() as comm:
         for right in RIGHT:
@@ -614,7 +614,7 @@ def test_wrong_calls_say_what_to_do() -> None:
 
 
 def refused_in_a_group() -> tuple[str, float, float]:
-    """Runs on 3 ranks: rank 1 refuses a gather and ends; ranks 0 and 2 go on in a group of theirs."""
+    """Run on 3 ranks: rank 1 refuses a gather and ends; ranks 0 and 2 continue in a group of their own."""
     comm = mcr.init()
     group, others = mcr.new_group([2, 1]), mcr.new_group([0, 2])
     said, total = "nothing", torch.ones(1)
@@ -640,7 +640,7 @@ def test_a_job_in_which_a_rank_has_refused_an_operation_ends_promptly() -> None:
 
 
 def unwaited() -> None:
-    """Runs on ranks: leave asynchronous operations, of which three are to be named."""
+    """Run on ranks: leave asynchronous operations; the message must name three."""
     comm = mcr.init()
     kept = mcr.all_reduce(torch.ones(4), async_op=True)
     with mcr.record():
@@ -664,7 +664,7 @@ def test_asynchronous_operations_that_are_never_waited_for_are_named_at_the_end(
 
 
 def waited_in_other_ways() -> None:
-    """Runs on ranks: what is complete without a `wait` by the program, or by layers above."""
+    """Run on ranks: operations complete without a `wait` by the program, or by layers above."""
     comm = mcr.init()
     polled = mcr.all_reduce(torch.ones(4), async_op=True)
     while polled is not None and not polled.is_completed():
@@ -693,7 +693,7 @@ def test_operations_that_were_waited_for_are_not_named() -> None:
 
 
 def pull_of_nothing() -> str:
-    """Runs on ranks: pull from a source that ends without a push."""
+    """Run on ranks: pull from a source that ends without a push."""
     with mcr.init() as comm:
         weights = mcr.sync(torch.nn.Linear(4, 2), src=0)
         try:

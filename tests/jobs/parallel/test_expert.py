@@ -23,7 +23,7 @@ EXACT = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.04, torch.
 
 @dataclass(frozen=True)
 class Case:
-    """One routing; rank r has `tokens[r % len(tokens)]` tokens."""
+    """A routing; rank r has `tokens[r % len(tokens)]` tokens."""
 
     experts: int
     k: int
@@ -34,7 +34,7 @@ class Case:
     twice: bool = False  # a token may name an expert twice
 
     def of(self, rank: int) -> dict[str, Array]:
-        """What a rank has: tokens, ids, weights, and the gradient of its output."""
+        """Return a rank's tokens, ids, weights, and the gradient of its output."""
         random = np.random.default_rng([self.experts, self.k, self.hidden, rank])
         n = self.tokens[rank % len(self.tokens)]
         ids = np.array(
@@ -98,7 +98,7 @@ def expected(case: Case, ranks: int, dtype: torch.dtype, weighted: bool = True) 
 
 
 def answers_of(routed: expert.Dispatched, matrices: torch.Tensor) -> torch.Tensor:
-    """The local experts', each of all its rows at once."""
+    """Return the outputs of the local experts, each for all its rows at once."""
     assert (
         list(routed.routing.local_experts)
         == list(range(len(matrices)))[routed.routing.local_experts.start : routed.routing.local_experts.stop]
@@ -189,7 +189,7 @@ def check_places(comm: mcr.Communicator, case: Case) -> None:
 
 
 def check_capacity(comm: mcr.Communicator) -> None:
-    """First choices have precedence over second ones, and those that find no room count for nothing."""
+    """First choices have precedence over second choices; choices without room count for nothing."""
     case = Case(3, 2, (9, 6))
     own = case.of(comm.rank)
     room, kept = [2] * case.experts, own["ids"].copy()
@@ -209,7 +209,7 @@ def check_capacity(comm: mcr.Communicator) -> None:
 
 
 def check_unweighted(comm: mcr.Communicator) -> None:
-    """Without weights, asynchronous, and a layer whose answers have another width."""
+    """Check calls without weights, asynchronous calls, and a layer with outputs of another width."""
     case = Case(5, 2, (4, 7))
     want = expected(case, comm.size, torch.float64, weighted=False)
     own = case.of(comm.rank)
@@ -263,7 +263,7 @@ def test_without_mpi() -> None:
 
 
 def count_operations() -> list[dict[str, Any]]:
-    """The operations of a step, by the way counts travel, and their bytes."""
+    """Return the operations of a step, by the way counts travel, and their bytes."""
     torch.set_num_threads(1)
     found = []
     with mcr.init(backends=["gloo"]) as comm:
@@ -310,7 +310,7 @@ def test_a_token_travels_once_to_a_rank() -> None:
 
 
 def refused_by_one() -> list[str]:
-    """What each rank raises where rank 1 passes something else; the group goes on after each."""
+    """Return each rank's errors if rank 1's arguments differ; the group continues after each."""
     torch.set_num_threads(1)
     found = []
     with mcr.init(backends=["gloo"]) as comm:

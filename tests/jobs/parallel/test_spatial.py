@@ -28,12 +28,12 @@ Layouts = dict[str, mcr.Layout]
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    """The same on all ranks."""
+    """Return values that are the same on all ranks."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def layouts(size: int) -> Layouts:
-    """Of two and three dimensions: rows, columns, uneven, empty, in another order, meshes with corners."""
+    """Return layouts of two and three dimensions: rows, columns, uneven, empty, reordered, with corners."""
     ranks = list(range(size))
     uneven = [1, *[2] * (size - 2), 9 - 1 - 2 * (size - 2)]
     found = {
@@ -55,12 +55,12 @@ def layouts(size: int) -> Layouts:
 
 
 class Case(NamedTuple):
-    """Arguments of a convolution, of those of 4 input channels."""
+    """Arguments of a convolution with 4 input channels."""
 
     options: dict[str, Any]
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether torch's own layer takes an input of this shape."""
+        """Return whether torch's own layer takes an input of this shape."""
         try:
             self.layer(len(shape))(values(1, 4, *shape))
         except RuntimeError:
@@ -134,7 +134,7 @@ def check_convolutions(comm: mcr.Communicator, every: int) -> int:
 def with_halo(
     x: torch.Tensor, layout: mcr.Layout, widths: Sequence[int], periodic: bool, rank: int
 ) -> torch.Tensor:
-    """A rank's box with its halo, by torch's own indexing."""
+    """Return a rank's box with its halo, by torch's own indexing."""
     pieces = layout.pieces(rank)
     if not len(pieces):
         return x.new_zeros(layout.locals[rank])
@@ -154,7 +154,7 @@ def check_halos(comm: mcr.Communicator) -> None:
 
 
 def check_halo(comm: mcr.Communicator, layout: mcr.Layout, widths: tuple[int, int], periodic: bool) -> None:
-    """The loss is the sum of all ranks' losses, which this process computes of all of them."""
+    """The loss is the sum of all ranks' losses, which this process computes alone."""
     x, aims = values(*layout.shape).requires_grad_(), values(*layout.shape, seed=9)
     expected = [with_halo(x, layout, widths, periodic, rank) for rank in range(comm.size)]
 
@@ -198,7 +198,7 @@ def check_types(comm: mcr.Communicator) -> None:
 
 
 def networks(layout: mcr.Layout | None) -> nn.Sequential:
-    """A small network on the whole tensor, or spread; the same parameters."""
+    """Return a small network on the whole tensor, or spread; the same parameters."""
     torch.manual_seed(5)
     layers: list[Any] = []
 
@@ -265,7 +265,7 @@ def check_network(comm: mcr.Communicator) -> None:
 
 
 def check_edges(comm: mcr.Communicator) -> None:
-    """No samples, other numbers of samples, no gradient of the input, autocast, a group, records."""
+    """Check empty and changing batches, inputs without gradient, autocast, a group, and records."""
     ranks = list(range(comm.size))
     layout = mcr.Layout.sharded((6, 5), ranks, 0)
     conv = spatial.Conv2d(2, 3, 3, padding=1, layout=layout, tag="conv")
@@ -343,7 +343,7 @@ def check_refusals(comm: mcr.Communicator) -> None:
 
 
 def check_pooling(comm: mcr.Communicator) -> None:
-    """What is left behind the last whole window is left out, as torch does; ranks without anything join."""
+    """Like torch, pooling ignores the rest after the last whole window; ranks without rows join."""
     sizes = [2] * (comm.size - 1)
     layout = mcr.Layout.sharded((2 * comm.size + 1, 5), range(comm.size), 0, sizes=[*sizes, 3])
     x = values(1, 2, *layout.shape)
@@ -419,7 +419,7 @@ def test_spread_layers_are_those_of_one_process(ranks: int, every: int) -> None:
 
 
 def exact() -> None:
-    """The same on gloo alone: halos, and a convolution with corners."""
+    """Check halos and a convolution with corners on gloo alone."""
     with mcr.init(backends=["gloo"]) as comm:
         check_halos(comm)
         check_network(comm)
@@ -431,7 +431,7 @@ def test_halos_over_gloo() -> None:
 
 
 def two_groups() -> list[float]:
-    """Two samples, each spread over a pair of ranks: gradients are summed inside the pairs."""
+    """Two samples, each split over a pair of ranks: gradients are summed inside the pairs."""
     torch.set_num_threads(1)
     found = []
     with mcr.init(backends=["gloo"]) as comm:
@@ -486,7 +486,7 @@ def test_layers_of_several_groups() -> None:
 
 
 def slow_paths() -> int:
-    """How often the halo of a layer in training is looked at like that of a first call."""
+    """Return how often the halo of a layer in training takes the slow path of a first call."""
     looked = []
     with mcr.init(backends=["gloo"]) as comm:
         layout = mcr.Layout.sharded((8, 4), range(comm.size), 0)

@@ -1,4 +1,4 @@
-"""Jobs whose libraries fail: what ranks run, for tests/jobs/reliability/test_failover.py."""
+"""Jobs with failing libraries: programs of ranks for tests/jobs/reliability/test_failover.py."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all"
 
 
 def config(*backends: str, **options: Any) -> dict[str, Any]:
-    """A pipeline with failover."""
+    """Return a pipeline with failover."""
     dispatch = {"failover": True, "timeout": "20s", **options}
     return {"version": 1, "backends": list(backends), "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
 
 
 def channel_of(name: str) -> failover.FailoverChannel:
-    """The library of the group of all ranks, with its second one."""
+    """Return the library of the group of all ranks, with its second one."""
     slot = current().communicator.opened.runtime.channels[name]
     assert isinstance(slot.channel, failover.FailoverChannel)
     return slot.channel
@@ -49,7 +49,7 @@ def _failovers() -> list[failover.FailoverChannel]:
 
 
 def break_connections(name: str, channel: failover.FailoverChannel | None = None) -> None:
-    """What a torn connection is to gloo; an error of the library elsewhere."""
+    """Tear gloo's connections; elsewhere let the library raise."""
     channel = channel or channel_of(name)
     if name == "gloo":
         shut_down(channel._own._connections)  # type: ignore[attr-defined]
@@ -59,12 +59,12 @@ def break_connections(name: str, channel: failover.FailoverChannel | None = None
 
 
 def values(rank: int, number: int, size: int) -> torch.Tensor:
-    """The input of a rank; sums of them are exact in any order."""
+    """Return the input of a rank; sums of inputs are exact in any order."""
     return torch.arange(size, dtype=torch.float64) * ((rank * 7 + number) % 5 + 1) + rank * 1000 + number
 
 
 class Operation(NamedTuple):
-    """An asynchronous operation, where its result goes to, and what that is; None if there is none here."""
+    """An asynchronous operation, the tensor of its result, and the expected result, or None."""
 
     work: mcr.Work
     found: torch.Tensor
@@ -104,11 +104,11 @@ def issued(comm: mcr.Communicator, kind: str, number: int, size: int, root: int,
 
 
 def random_operations(backends: list[str], seed: int, operations: int, rate: float) -> dict[str, Any]:
-    """Random operations, of which several are in flight, and a library that breaks on a random rank.
+    """Run random operations, several in flight, with a library that breaks on a random rank.
 
-    There are so many operations, and as many again until the library has failed twice: MPI does it once.
-    As soon as an operation is complete here, the program changes its result and goes on; the inputs of
-    operations that do not work in place stay.
+    Runs this many operations, and as many again until the library has failed twice; MPI fails once.
+    As soon as an operation is complete, the program changes its result and continues; inputs stay unless the
+    operation works in place.
     """
     try_at_once(0.1)
     if "mpi" in backends:  # mpi4py would call it at the end of the process, which may crash
@@ -147,14 +147,14 @@ _BEGAN = time.monotonic()
 
 
 def has_moved(comm: mcr.Communicator, channel: failover.FailoverChannel, library: str) -> bool:
-    """Whether the library has failed twice, or has had time enough to; the same on all ranks."""
+    """Return whether the library has failed twice, or has had enough time; the same on all ranks."""
     said = torch.tensor([channel._round > 1, time.monotonic() < _BEGAN + _PATIENCE], dtype=torch.int64)
     comm.all_reduce(said, "MIN", backend=library)
     return bool(said[0]) or not said[1]
 
 
 def completed(operation: Operation) -> str:
-    """Wait for an operation; what it was if its result is wrong."""
+    """Wait for an operation; return its description if its result is wrong."""
     operation.work.wait()
     is_right = operation.expected is None or torch.equal(operation.found, operation.expected)
     return "" if is_right else str(operation.work.info)
@@ -172,7 +172,7 @@ def that_says_what_it_did(backends: list[str]) -> dict[str, Any]:
         first = comm.all_reduce(torch.ones(4), async_op=True, backend=backends[0])
         assert first is not None
         first.wait()
-        comm.barrier(backend=backends[1])  # rank 0 has its result as well
+        comm.barrier(backend=backends[1])  # rank 0 has its result, too
         if comm.rank == 1:
             break_connections(backends[0])
         tensor = torch.full((4,), 1.0 + comm.rank)
@@ -208,12 +208,12 @@ def messages_after_its_return(backends: list[str]) -> dict[str, Any]:
 
 
 def doctor(*words: str) -> str:
-    """What `mcr-plus doctor` prints, in this process."""
+    """Return the output of `mcr-plus doctor` in this process."""
     return CliRunner().invoke(app(), ["doctor", *words], env={"COLUMNS": "300"}).stdout
 
 
 def never_done(start: Start) -> Start:
-    """An operation whose last message does not arrive."""
+    """Make an operation without its last message."""
 
     def begun(message: Message) -> Poll:
         start(message)
@@ -223,7 +223,7 @@ def never_done(start: Start) -> Start:
 
 
 def with_changed_inputs(backends: list[str]) -> dict[str, Any]:
-    """Rank 0 has its result and changes input and output, while another rank has not got it yet."""
+    """Rank 0 has its result and changes input and output, while another rank still waits for its result."""
     with mcr.init(config(*backends)) as comm:
         if comm.rank:
             bind = channel_of(backends[0])._own.bind
@@ -274,7 +274,7 @@ def with_one_tensor(backends: list[str], changes: str) -> dict[str, Any]:
 
 
 def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, Any]:
-    """A wrapped model, whose buckets are fused and compressed; a library breaks whenever it is back."""
+    """Train a wrapped model with fused and compressed buckets; a library breaks whenever it is back."""
     try_at_once(0.05)
     stages = [
         {"fuse": {"bucket": "1KiB", "first_bucket": "1KiB"}},
@@ -284,13 +284,13 @@ def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, An
     ]
 
     def trained(steps: int | None) -> tuple[list[float], int, int]:
-        """The parameters after so many steps; None: the library breaks, until it has done so twice."""
+        """Return the parameters after some steps; None: train until the library has broken twice."""
         breakers: list[threading.Timer] = []
         with mcr.init({"version": 1, "backends": backends, "pipeline": stages}) as comm:
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 10))
             model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            # That of the model's own group, the last one that was opened.
+            # The communicator of the model's own group, the last opened one.
             failovers = _failovers()
             *_, channel = [each for each in failovers if each.slot.backend.name == backends[0]]
             random_ = torch.Generator().manual_seed(comm.rank)
@@ -316,7 +316,7 @@ def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, An
 
 
 def after_a_death(backends: list[str], victim: int) -> dict[str, Any]:
-    """A rank dies: that is no failure of a library."""
+    """A rank's death is no failure of a library."""
     comm = mcr.init(config(*backends, timeout="90s"))
     tensor = torch.ones(1000)
     comm.all_reduce(tensor, backend=backends[0])
@@ -337,7 +337,7 @@ _LATE = 3  # the pass that rank 1 does not complete before the library breaks
 
 
 class _Weighted(torch.nn.Module):
-    """A model whose gradients are its inputs."""
+    """A model with gradients equal to its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,12 +351,12 @@ class _Weighted(torch.nn.Module):
 
 
 def gradient_of(param: torch.Tensor, number: int, rank: int) -> torch.Tensor:
-    """The gradient of a parameter in a pass; means over up to eight ranks are exact."""
+    """Return the gradient of a parameter in a pass; means over up to eight ranks are exact."""
     return 8.0 * values(rank, number, param.numel()).view(param.shape).float()
 
 
 def _with_hook(way: str) -> tuple[torch.nn.Module, Any]:
-    """A model and its optimizer, by one of our ways to average gradients."""
+    """Return a model and its optimizer, by one of our ways to average gradients."""
     model: torch.nn.Module = _Weighted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if way.startswith("wrap"):
@@ -429,14 +429,14 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
 
 
 def _break_once_ahead(channel: failover.FailoverChannel) -> None:
-    """Break the library once rank 0 is in the next pass, of which it has sent some by then."""
+    """Break the library once rank 0 is in the next pass and has sent a part of it."""
     wait_for_ranks("the next pass", 1)
     time.sleep(0.1)
     break_connections("any", channel)
 
 
 def persistent(backends: list[str]) -> dict[str, Any]:
-    """The sums of a persistent operation that runs three times, by both of its ways."""
+    """Return the sums of a persistent operation that runs three times, by both of its ways."""
     sums = []
     with mcr.init(config(*backends)) as comm:
         value = torch.ones(1)

@@ -1,4 +1,4 @@
-"""A library that fails, and another one that takes over: real libraries on real ranks."""
+"""A library fails and another one takes over: real libraries on real ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ra
     for each in found:
         assert each["wrong"] == []
         assert set(each["libraries"]) <= set(backends)
-    # MPI is one for all groups of a process, and does not come back.
+    # All groups of a process share MPI, which does not come back.
     assert found[0]["moves"] == 1 if backends[0] == "mpi" else found[0]["moves"] > 1
 
 
@@ -82,7 +82,7 @@ def test_explain_names_the_library_that_takes_over() -> None:
 
 @pytest.mark.parametrize("backends", [["msccl", "gloo"], ["gloo", "msccl"]], ids="->".join)
 def test_operations_that_cannot_run_again_fail_on_all_ranks(backends: list[str]) -> None:
-    """Under gloo, an operation that it leaves behind in a torn connection does not wait for its timeout."""
+    """Under gloo, an operation left in a torn connection does not wait for its timeout."""
     text = "completed an operation that others have not, and its tensors have changed since"
     for each in values(jobs.with_changed_inputs, 2, backends):
         assert "rank 0 completed" in each["error"]

@@ -1,4 +1,4 @@
-"""Bits that flip inside the functions which take checksums as they move data."""
+"""Bits that flip inside the functions that move data and take its checksums."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def faulty(flipper: Flipper, start: Run, signature: Signature, state: Any) -> Ru
 def flip_carried(
     channel: SharedMemoryChannel | MpiChannel | GlooChannel, place: Callable[[], str], draw: random.Random
 ) -> list[int]:
-    """Flip a bit of messages that carry checksums where `place` names one; returns what has been flipped."""
+    """Flip a bit of messages with checksums if `place` names one; return the flips."""
     armed, flips = dict[int, int](), list[int]()
     bind = channel.bind_checked
     if isinstance(channel, SharedMemoryChannel):
@@ -172,6 +172,6 @@ def _beside_gloo(armed: dict[int, int], flips: list[int], draw: random.Random) -
 
 
 def carries_checksum(channel: SharedMemoryChannel, peer: int, *, incoming: bool) -> bool:
-    """Whether the last message to or from a rank has carried checksums."""
+    """Return whether the last message to or from a rank carried checksums."""
     row = rows.HEAD + (2 * peer + incoming) * rows.ROW
     return bool(channel._messages("faults")._state[row + rows.MARK] == rows.CHECKED)

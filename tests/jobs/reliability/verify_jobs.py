@@ -1,4 +1,4 @@
-"""Jobs whose payloads change on the way: what ranks run, for tests/jobs/reliability/test_verify.py."""
+"""Jobs with payloads that change on the way: programs of ranks for tests/jobs/reliability/test_verify.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mcr_plus.reliability.verify.steps import VerifiedStep
 
 
 def config(*backends: str, verify: Any = "every", **options: Any) -> dict[str, Any]:
-    """A pipeline with verification."""
+    """Return a pipeline with verification."""
     dispatch = {"verify": verify, "timeout": "20s", **options}
     return {"version": 1, "backends": list(backends), "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
 
@@ -39,14 +39,14 @@ def config(*backends: str, verify: Any = "every", **options: Any) -> dict[str, A
 KINDS: Final[tuple[Kind, ...]] = tuple(
     kind for kind in KINDS_OF_ALL if kind not in ("send", "recv", "barrier")
 )
-# Not bool: torch copies a byte of 3 as 1, so a flipped bit may be gone before it is sent.
+# bool is left out: torch copies a byte of 3 as 1, so a flipped bit may be gone before it is sent.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
 PIECE: Final = 2 * BLOCK
 SIZES: Final = (1, 5, 300, 9_000, 70_000)
 
 
 def verified(name: str) -> VerifiedChannel:
-    """The library of the group of all ranks."""
+    """Return the library of the group of all ranks."""
     channel = current().communicator.opened.runtime.channels[name].channel
     assert isinstance(channel, VerifiedChannel)
     return channel
@@ -61,11 +61,11 @@ def flip(tensor: torch.Tensor, draw: random.Random) -> int:
 
 
 class Flipper:
-    """Flips a bit in what the steps of a verified operation hand to the library, or get from it.
+    """Flips a bit in data that the steps of a verified operation hand to the library, or get from it.
 
-    The next one after `arm`, in step number `step` of this rank: `sent` before the library has the tensor and
-    after its checksum was taken, `arrived` when the library has ended. Steps that were bound before are not
-    disturbed. Where the functions that move data take the checksums, these flip the bit at the same places.
+    The next operation after `arm` has the flip, in step number `step` of this rank: `sent` between checksum
+    and library, `arrived` when the library has ended. Steps bound earlier are not disturbed. If the functions
+    that move data take the checksums, they flip the bit at the same places.
     """
 
     def __init__(self, channel: VerifiedChannel) -> None:
@@ -116,12 +116,12 @@ class Flipper:
 def case(
     kind: Kind, rank: int, ranks: int, size: int, dtype: torch.dtype, root: int, backend: str
 ) -> Message:
-    """An operation of a library, as the pipeline would hand it over."""
+    """Return an operation of a library, as the pipeline would hand it over."""
     row = collective(kind)
     is_root = rank == root
     uneven = kind in VECTOR
     counts = tuple(size + 3 * each for each in range(ranks)) if uneven else (size,) * ranks
-    # all_to_all_v: what goes to a rank depends on that rank alone, so each gets equal parts.
+    # all_to_all_v: a part depends on its receiver alone, so each receiver gets equal parts.
     own, total = counts[rank], sum(counts)
     parts = {"none": 0, "one": own, "each": total}
     sends, receives = row.buffers(root=is_root)
@@ -172,7 +172,7 @@ def flips_in_pieces(backend: str, seed: int, operations: int) -> list[Any]:
 
 
 def in_pieces(backend: str) -> list[bool]:
-    """Whether results of operations in pieces, and beside them, are those of numpy."""
+    """Return whether operations in pieces, and others between them, have NumPy's results."""
     torch.set_num_threads(1)
     _cut_small()
     right = []
@@ -196,7 +196,7 @@ def in_pieces(backend: str) -> list[bool]:
                 every = torch.zeros(comm.size * numel, dtype=dtype)
                 comm.all_gather_into_tensor(every, own)
                 right.append(bool((every.double().numpy() == np.concatenate(inputs)).all()))
-            # Bytes of a bool may be others than 0 and 1.
+            # Bytes of a bool may differ from 0 and 1.
             raw = torch.zeros(comm.size * numel, dtype=torch.uint8)
             own = torch.tensor(inputs[comm.rank], dtype=torch.uint8)
             comm.all_gather_into_tensor(raw.view(torch.bool), own.view(torch.bool))
@@ -213,10 +213,10 @@ def many_flips(
     steps: Sequence[int] = (0, 0, 1),
     in_pieces: bool = False,
 ) -> list[Any]:
-    """Random operations, most of them with a flipped bit on a random rank.
+    """Run random operations, most of them with a flipped bit on a random rank.
 
-    They are handed to the library below the engine, whose group would be failed after the first. Returns for
-    each: its kind, whether this rank has flipped a bit, and what was raised here.
+    The operations go to the library without the engine, whose group would fail after the first. Returns for
+    each: its kind, whether this rank has flipped a bit, and the error of this rank.
     """
     torch.set_num_threads(1)
     shared, found = random.Random(seed), []
@@ -237,7 +237,7 @@ def many_flips(
                 with current().engine.lock:
                     while not poll():
                         current().engine.progress()
-                        time.sleep(1e-4)  # three ranks that spin on two cores starve what else runs there
+                        time.sleep(1e-4)  # three ranks that spin on two cores starve other processes
             except mcr.DataCorrupted as error:
                 raised = [error.operation.split()[0], error.source, error.rank, error.library, error.block]
             found.append([kind, str(dtype), size, place, flipper.done, raised])
@@ -269,7 +269,7 @@ def flipped_messages(channel: VerifiedChannel, place: Callable[[], str], draw: r
 
 
 class FlippingPoll(ReceivePoll):
-    """The poll of a receive that changes what has arrived."""
+    """The poll of a receive that changes the arrived data."""
 
     def __init__(self, poll: Poll, change: Callable[[], object]) -> None:
         self._poll, self._change, self._ended = poll, change, False
@@ -330,7 +330,7 @@ def many_messages(backend: str, seed: int, messages: int) -> list[Any]:
 
 
 def mismatched_message(backend: str, sent: int, wanted: int) -> list[str]:
-    """The error of a receive of another size than what is sent."""
+    """Return the error of a receive of another size than its message."""
     with mcr.init(config(backend)) as comm:
         try:
             comm.send(torch.ones(sent), 1) if comm.rank == 0 else comm.recv(torch.ones(wanted), 0)
@@ -341,12 +341,12 @@ def mismatched_message(backend: str, sent: int, wanted: int) -> list[str]:
 
 
 def signature_of(kind: Kind, size: int, backend: str, ranks: int) -> Signature:
-    """Of a message of float32."""
+    """Return the signature of a message of float32."""
     return Signature(kind, torch.float32, (size,), 4 * size, "world", ranks, backend=backend, async_op=True)
 
 
 def through_the_api(backend: str) -> list[Any]:
-    """Calls of a program, each in a world of its own, in which a bit flips on the last rank."""
+    """Run the calls of a program, each in a world of its own; a bit flips on the last rank."""
     torch.set_num_threads(1)
     pipeline = [
         {"fuse": {}},
@@ -360,10 +360,10 @@ def through_the_api(backend: str) -> list[Any]:
             comm = current().communicator
             channel, is_victim = verified(backend), comm.rank == comm.size - 1
             error: Any = None
-            place: list[str] = []  # of a message that is damaged
+            place: list[str] = []  # of a damaged message
             flipped_messages(channel, lambda: place[0] if place else "", random.Random(7))  # noqa: B023
             flipper = Flipper(channel)
-            call(comm)  # what is not damaged passes
+            call(comm)  # undamaged data passes
             place += ["arrived"] * is_victim
             flipper.arm("arrived" if is_victim and name != "recv" else "", 0, random.Random(name))
             try:
@@ -418,7 +418,7 @@ CALLS: Final[dict[str, Callable[[mcr.Communicator], Any]]] = {
 
 
 def one_in_three(backend: str) -> dict[str, Any]:
-    """The numbers of the calls that were verified, of which one in three should be."""
+    """Return the numbers of the verified calls: one in three should be verified."""
     torch.set_num_threads(1)
     own = config(backend, verify=3)
     own["rules"] = [{"match": {"tag": "trusted"}, "dispatch": {"verify": "off"}}]
@@ -451,8 +451,8 @@ def one_in_three(backend: str) -> dict[str, Any]:
 
             setattr(of, name, call)
 
-        counted(channel._messages, "_message")  # what MPI sends behind them
-        counted(checksum, "of_blocks")  # of what gloo sends and gets
+        counted(channel._messages, "_message")  # the messages that MPI sends after them
+        counted(checksum, "of_blocks")  # of gloo's messages
         counted(checksum, "first_changed")
 
         def messages() -> None:
@@ -471,7 +471,7 @@ def one_in_three(backend: str) -> dict[str, Any]:
 
 
 def on_two_hosts(backend: str) -> dict[str, Any]:
-    """Ranks that exchange checksums as those of several hosts do; then the checksums themselves change."""
+    """Exchange checksums like ranks of several hosts; then change the checksums themselves."""
     torch.set_num_threads(1)
     raised = []
     opening.__dict__["made"] = lambda size, name: (None, None, "")  # no shared memory
@@ -501,7 +501,7 @@ def on_two_hosts(backend: str) -> dict[str, Any]:
 
 
 def other_roots(backend: str) -> list[str]:
-    """The error of broadcasts of which each rank takes itself for the root."""
+    """Return the error of broadcasts with each rank as its own root."""
     with mcr.init(config(backend)) as comm:
         value = torch.ones(3)
         for root in (0, 1, 0, 1):  # ranks compare the first of each before they start it
@@ -524,7 +524,7 @@ def configured_unlike() -> list[str]:
 
 
 def channels_without(backend: str) -> list[Any]:
-    """The class of a channel, whether synchronous operations are inline, and what the engine has."""
+    """Return the class of a channel, whether synchronous operations are inline, and the engine's setting."""
     with mcr.init(config(backend, verify="off")) as comm:
         comm.all_reduce(torch.ones(2))
         runtime = current().communicator.opened.runtime
@@ -535,7 +535,7 @@ def channels_without(backend: str) -> list[Any]:
 
 
 def after_a_death(backend: str) -> list[Any]:
-    """The last rank dies; what the others raise."""
+    """Let the last rank die; return the errors of the others."""
     with mcr.init(config(backend)) as comm:
         value = torch.ones(70_000)
         comm.all_reduce(value)

@@ -1,6 +1,6 @@
-"""A rank whose gloo sends flipped bits, by flip_on_wire.c: `python verify_on_wire.py OPERATIONS LOG`.
+"""A rank with a gloo that sends flipped bits, by flip_on_wire.c: `verify_on_wire.py OPERATIONS LOG`.
 
-Prints as JSON for each operation how many flips there were, and what it raised.
+Prints as JSON, for each operation, the number of flips and the error.
 """
 
 from __future__ import annotations

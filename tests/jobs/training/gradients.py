@@ -18,7 +18,7 @@ from mcr_plus.job import init as runtime
 
 
 def config(compress: dict[str, Any], *rules: dict[str, Any], **fuse: Any) -> dict[str, Any]:
-    """A pipeline with a codec, and fusion of all kinds."""
+    """Return a pipeline with a codec, and fusion of all kinds."""
     kinds = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
     stages = [{"fuse": {"kinds": kinds, **fuse}}, {"compress": compress}, {"select": {}}]
     return {
@@ -29,7 +29,7 @@ def config(compress: dict[str, Any], *rules: dict[str, Any], **fuse: Any) -> dic
 
 
 def near(got: torch.Tensor, expected: F64) -> float:
-    """The relative L2 norm of the difference."""
+    """Return the relative L2 norm of the difference."""
     return float(np.linalg.norm(f64(got) - expected) / np.linalg.norm(expected))
 
 
@@ -37,7 +37,7 @@ def near(got: torch.Tensor, expected: F64) -> float:
 
 
 def values(rank: int, index: int, numel: int) -> torch.Tensor:
-    """Neighbours in a bucket of which one is 10⁹ times the other."""
+    """Neighbours in a bucket; one is 10⁹ times the other."""
     random = np.random.default_rng([rank, index])
     return torch.tensor(random.uniform(1, 2, numel) * (1e6 if index % 2 else 1e-3), dtype=torch.float32)
 
@@ -104,7 +104,7 @@ def decided_one_by_one() -> dict[str, Any]:
 
 
 def repeated(codecs: list[dict[str, Any]], passes: int) -> list[float]:
-    """Distance of the gradients of the last pass from those of the third, with the same batch in all."""
+    """Return the distance of the last pass's gradients from the third pass's, with one batch in all."""
     torch.set_num_threads(1)
     found = []
     for compress in codecs:
@@ -125,7 +125,7 @@ def repeated(codecs: list[dict[str, Any]], passes: int) -> list[float]:
 
 
 class Scales(nn.Module):
-    """Layers whose gradients differ by many orders of magnitude."""
+    """Layers with gradients that differ by many orders of magnitude."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,13 +141,13 @@ class Scales(nn.Module):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """A rank's inputs in a step."""
+    """Return a rank's inputs in a step."""
     random = np.random.default_rng([rank, step, 9])
     return torch.tensor(random.standard_normal((16, 20)), dtype=torch.float32)
 
 
 def true_gradients(ranks: int, step: int) -> dict[str, F64]:
-    """The mean over ranks, by one process without any of ours."""
+    """Return the mean over ranks, by one process without any of ours."""
     model = Scales().double()
     for rank in range(ranks):
         (model(batch(rank, step).double()) / ranks).backward()
@@ -155,7 +155,7 @@ def true_gradients(ranks: int, step: int) -> dict[str, F64]:
 
 
 def wrapped(compress: dict[str, Any], rules: Sequence[dict[str, Any]], passes: int) -> dict[str, Any]:
-    """Gradients of a model that stays as it is, pass by pass."""
+    """Return the gradients of an unchanging model, pass by pass."""
     torch.set_num_threads(1)
     with mcr.init(config(compress, *rules)) as comm:
         model = Scales()
@@ -199,7 +199,7 @@ def trained(ways: list[dict[str, Any]], via: str) -> list[dict[str, Any]]:
 
 
 def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
-    """The loss, and whether ranks agree."""
+    """Return the loss, and whether ranks agree."""
     with mcr.init(config(compress, bucket="8KiB", first_bucket="4KiB")) as comm:
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(
@@ -243,7 +243,7 @@ def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
 
 
 def losses(ways: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    """The losses of a model, a normalised layer between two others, trained with several codecs."""
+    """Return the losses of a model, a normalised layer between two others, trained with several codecs."""
     torch.set_num_threads(1)
     found = []
     for compress in ways:

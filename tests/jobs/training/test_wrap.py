@@ -1,4 +1,4 @@
-"""mcr.wrap and its kin against DistributedDataParallel over gloo, and what happens when things go wrong."""
+"""mcr.wrap and its relatives, compared with DistributedDataParallel over gloo, and their failures."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ChannelsLast(Normed):
 
 
 class Moving(Mlp):
-    """A module that assigns its buffer anew instead of changing it."""
+    """A module that assigns a new buffer instead of changing it."""
 
     mean: torch.Tensor
 
@@ -163,7 +163,7 @@ def adam(**options: Any) -> Callable[[Model], torch.optim.Optimizer]:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
 
-# -- one way of training a step -------------------------------------------------------------------
+# -- a training step -----------------------------------------------------------------------------
 
 
 def plain(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, no_sync: Any) -> None:
@@ -277,7 +277,7 @@ def trained(name: str, comm: mcr.Communicator, way: str) -> Model:
 
 
 def compared(backend: str, names: list[str], ways: list[str], dtype: str = "float32") -> dict[str, float]:
-    """Runs on ranks: largest difference from DDP by case and entry, relative to the largest value."""
+    """Run on ranks; return largest difference from DDP by case and entry, relative to the largest value."""
     found = {}
     torch.set_default_dtype(getattr(torch, dtype))
     with job(backend) as comm:
@@ -326,11 +326,11 @@ def test_hook_and_optimizer_train_like_wrap(backend: str) -> None:
         assert {name: worst for name, worst in result.value.items() if worst > 0} == {}
 
 
-# -- what a wrapped model is ----------------------------------------------------------------------
+# -- the wrapped model --------------------------------------------------------------------------
 
 
 def inside() -> dict[str, Any]:
-    """Runs on ranks: where gradients lie, in which order buckets go, and what copies of the model do."""
+    """Run on ranks: the places of gradients, the order of buckets, and copies of the model."""
     found: dict[str, Any] = {}
     with job("gloo") as comm:
         torch.manual_seed(comm.rank)
@@ -397,7 +397,7 @@ class Breaking(Mlp):
 
 
 def broken(ranks: list[int]) -> list[Any]:
-    """Runs on ranks: the second backward pass raises on some of them; the third must be right again."""
+    """Run on ranks: the second backward pass raises on some of them; the third must be right again."""
     with job("gloo") as comm:
         torch.manual_seed(3)
         model = Breaking()
@@ -434,7 +434,7 @@ def test_the_step_after_a_backward_pass_that_raised(ranks: list[int]) -> None:
 
 
 def refused() -> dict[str, str]:
-    """Runs on ranks: what is wrong with models and what they become, and what is said of it."""
+    """Run on ranks; return the problems of models, the final models, and the messages."""
     found: dict[str, str] = {}
     with job("gloo") as comm:
 
@@ -496,7 +496,7 @@ def test_invalid_models_and_optimizers_are_refused() -> None:
 
 
 def skipped() -> list[Any]:
-    """Runs on ranks: parameters and buffers marked as a rank's own."""
+    """Run on ranks: parameters and buffers marked as a rank's own."""
     with job("gloo") as comm:
         torch.manual_seed(comm.rank)
         model = Mlp()
@@ -530,7 +530,7 @@ class Sharing(nn.Module):
 
 
 def beside_others(backend: str) -> list[list[float]]:
-    """Runs on ranks: gradients by step, while buckets are sent at different places of the program."""
+    """Run on ranks; return gradients by step, while buckets are sent at different places of the program."""
     found = []
     with job(backend) as comm:
         model: Any = Sharing()
@@ -551,7 +551,7 @@ def test_buckets_keep_the_order_of_the_program_s_operations(backend: str) -> Non
 
 
 def taken_over() -> dict[str, float]:
-    """Runs on ranks: the largest error of gradients of parameters that were handed over twice."""
+    """Run on ranks; return the largest error of gradients of parameters that were handed over twice."""
     found = {}
     with job("gloo") as comm:
         for name in ("optimizer twice", "wrap and optimizer", "optimizer and wrap"):
@@ -580,7 +580,7 @@ def test_a_parameter_belongs_to_its_latest_reducer() -> None:
 
 
 def half_range() -> list[float]:
-    """Runs on ranks: a mean that float16 can hold, of gradients whose sum it cannot."""
+    """Run on ranks: a mean that float16 can hold, of gradients whose sum it cannot."""
     with job("gloo"):
         model = nn.Linear(4, 1, bias=False).half()
         mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -595,7 +595,7 @@ def test_means_of_half_precision_do_not_overflow() -> None:
 
 
 def forgotten() -> list[bool]:
-    """Runs on ranks: whether a model, its parameters and their buckets live on after their last use."""
+    """Run on ranks; return whether a model, its parameters and their buckets live on after their last use."""
     with job("gloo"):
         model: Any = Mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -628,8 +628,11 @@ def test_one_rank_averages_nothing() -> None:
 
 
 def encoded_job(codecs: list[dict[str, Any]]) -> list[tuple[bool, bool, float]]:
-    """Runs on ranks: whether wrapping left the first rank's parameters and buffers as they were, whether all
-    ranks have them, and bytes of a step's operations on gradients, relative to those of the parameters."""
+    """Run on ranks; return whether wrapping kept the first rank's state, and the bytes of a step.
+
+    The results: whether the first rank's parameters and buffers are unchanged, whether all ranks have them,
+    and the bytes of a step's operations on gradients, relative to the bytes of the parameters.
+    """
     torch.set_num_threads(1)
     found = []
     for codec in codecs:

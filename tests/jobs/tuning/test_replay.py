@@ -31,8 +31,9 @@ GRADIENTS = [("head.bias", 40, 0.004), ("head.weight", 4000, 0.006), ("body.0.we
 
 
 def sent(path: str) -> list[Any]:
-    """Runs on ranks: kind, bytes and tag of the operations of one step of a wrapped model, and the dtypes of
-    those that are the program's own.
+    """Run a step of a wrapped model on ranks; return kind, bytes and tag of its operations.
+
+    Also returns the dtypes of the program's own operations.
     """
     dtypes: list[str] = []
 
@@ -54,7 +55,7 @@ def sent(path: str) -> list[Any]:
 
 
 def replayed(path: str, config: str | None) -> list[Any]:
-    """Runs on ranks: the answer of rank 0 (None on others), and the operations of one more step."""
+    """Run on ranks; return the answer of rank 0 (None on others), and the operations of one more step."""
     answer = Path(path).with_name("answer.json")
     run(ReplayRequest(path, str(answer), config, "sleep", 5))
     with mcr.init() as comm:
@@ -141,7 +142,7 @@ def test_messages_go_from_one_rank_to_the_other_in_every_copy(tmp_path: Path) ->
 
 
 def test_the_outcome_of_a_pass_is_sent_once(tmp_path: Path) -> None:
-    """A captured step has it beside its gradients, and `mcr.wrap` sends one in the replay."""
+    """A captured step has one next to its gradients, and `mcr.wrap` sends one in the replay."""
     whole = (0, 1)
     step = step_of(GRADIENTS, forward=0.002, seconds=0.001)
     (role,) = step.roles
@@ -168,7 +169,7 @@ def test_operations_have_the_tag_and_the_dtype_of_the_program(tmp_path: Path) ->
 
 
 def test_rests_end_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late each of them ends; what took long in between is no part of computing."""
+    """Ranks may end late; delays between operations are no part of computing."""
     now = 100.0
 
     def sleep(seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""Programs with arrays of another library on a device, with what they must give.
+"""Programs with arrays of another library on a device, with their expected results.
 
-As in `device_programs`; the library's arrays may be let go of at any time, and its streams are its own. They
-run on simulated devices (`device_ranks`) and, with CuPy, on a GPU (`gpu_arrays`).
+The rules of `device_programs` apply; the library's arrays may be dropped at any time, and its streams are its
+own. They run on simulated devices (`device_ranks`) and, with CuPy, on a GPU (`gpu_arrays`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _poll(rank: Any, works: Iterable[Any]) -> None:
 
 
 def in_turn(rank: Any, *, states: bool = True, **how: Any) -> Values:
-    """Synchronous calls under two of the library's streams in turn; torch's streams have no part."""
+    """Make synchronous calls under two of the library's streams in turn, without torch's streams."""
     cupy, read = rank.library(states=states), Values()
     streams = [rank.stream(), rank.stream()]
     for salt in range(3):
@@ -42,7 +42,7 @@ def in_turn(rank: Any, *, states: bool = True, **how: Any) -> Values:
 
 
 def in_flight(rank: Any, *, states: bool = True, **how: Any) -> Values:
-    """Issued under one of the library's streams, waited for and read under another."""
+    """Issue under one of the library's streams, wait and read under another."""
     cupy, read = rank.library(states=states), Values()
     one, other = rank.stream(), rank.stream()
     for salt in range(2):
@@ -75,7 +75,7 @@ def polled(rank: Any, **how: Any) -> Values:
 
 
 def dropped(rank: Any, **how: Any) -> Values:
-    """Arrays and handles that the program lets go of while operations are in flight."""
+    """Drop arrays and handles while operations are in flight."""
     cupy = rank.library()
     works = [rank.comm.all_reduce(cupy.array(given(rank.rank)), async_op=True, **how) for _ in range(2)]
     rank.step()
@@ -95,7 +95,7 @@ def dropped(rank: Any, **how: Any) -> Values:
 
 
 def with_tensors(rank: Any, **how: Any) -> Values:
-    """From an array to a tensor and back, where torch's current stream has a part."""
+    """Operate from an array to a tensor and back, with torch's current stream."""
     cupy, one, read = rank.library(), rank.stream(), Values()
     with rank.under(one):
         out = rank.tensor([0.0] * COUNT * rank.size)
@@ -105,12 +105,12 @@ def with_tensors(rank: Any, **how: Any) -> Values:
         read += rank.read(out)
         back = cupy.array([0.0] * COUNT)
         rank.comm.reduce_scatter_tensor(back, out, **how)
-        out.zero_()  # behind the operation, in torch's order
+        out.zero_()  # after the operation, in torch's order
     return [*read, *back.read()]
 
 
 def persistent(rank: Any, *, states: bool = True, **how: Any) -> Values:
-    """Bound once, started and called under other streams of the library."""
+    """Bind once, start and call under other streams of the library."""
     cupy, read = rank.library(states=states), Values()
     x = cupy.array(given(rank.rank))
     run = rank.comm.persistent("all_reduce", x, **how)
@@ -182,7 +182,7 @@ class Kinds:
         return self.read
 
     def messages(self) -> None:
-        """Rings of messages, and a batch; every rank sends before it receives."""
+        """Pass messages in rings, and a batch; every rank sends before it receives."""
         right, left = ((self.rank.rank + by) % self.rank.size for by in (1, -1))
         comm, out = self.comm, [self.zeros(COUNT) for _ in range(2)]
         sent = comm.isend(self.mine(), right)
@@ -206,7 +206,7 @@ def kinds_in_turn(rank: Any, **how: Any) -> Values:
 
 
 def kinds_give(rank: int, size: int) -> Values:
-    """By plain sums and slices of what ranks give."""
+    """Return plain sums and slices of the ranks' inputs."""
 
     def everyone(count: int = COUNT, salt: int = 0) -> list[Values]:
         return [given(sender, salt, count) for sender in range(size)]

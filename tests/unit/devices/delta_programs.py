@@ -1,7 +1,7 @@
-"""Programs with the codec delta on simulated devices: payloads whose lengths are known once they are encoded.
+"""Programs with the codec delta on simulated devices: payloads get their lengths when they are encoded.
 
-As in `device_programs`. Values change from call to call, so that calls after the first send changes. They run
-on simulated devices and on a GPU (`gpu_arrays`).
+The rules of `device_programs` apply. Values change from call to call, so that calls after the first send
+changes. The programs run on simulated devices and on a GPU (`gpu_arrays`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TURNS: Final = 3
 
 
 def value(rank: int, turn: int, count: int = COUNT) -> Values:
-    """A rank's values, of which few change from turn to turn."""
+    """Return a rank's values; few of them change from turn to turn."""
     values = given(rank, 0, count)
     for index in range(0, count, 9 + rank):
         values[index] += turn
@@ -24,7 +24,7 @@ def value(rank: int, turn: int, count: int = COUNT) -> Values:
 
 
 def broadcasts(rank: Any, **how: Any) -> Values:
-    """Issued under one stream and waited for under another, with the next call in flight."""
+    """Issue under one stream and wait under another, with the next call in flight."""
     one, other, read, flying = rank.stream(), rank.stream(), Values(), list[Any]()
     for turn in range(TURNS):
         with rank.under(one):
@@ -67,7 +67,7 @@ def scatters(rank: Any, **how: Any) -> Values:
 
 
 def messages(rank: Any, **how: Any) -> Values:
-    """A ring, in which several messages of the same peer and tag are in flight; NCCL has no tags."""
+    """Pass messages in a ring, several of the same peer and tag in flight; NCCL has no tags."""
     how = how | {"backend": "gloo"}
     right, left = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
     outs = [rank.tensor([0.0] * COUNT) for _ in range(TURNS)]

@@ -1,7 +1,7 @@
-"""An array library beside torch on a simulated device, as CuPy is: its own streams, and its own memory.
+"""An array library next to torch on a simulated device, like CuPy, with its own streams and memory.
 
-Its arrays have `__cuda_array_interface__` and DLPack as CuPy's have. Memory of theirs that is freed belongs
-to the next allocation on the stream on which it was allocated, whatever torch's `record_stream` is told.
+Like CuPy's arrays, its arrays have `__cuda_array_interface__` and DLPack. Their freed memory belongs to the
+next allocation on the stream on which it was allocated, whatever torch's `record_stream` is told.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PoolBlock(Block):
 
 
 class Capsule:
-    """What `__dlpack__` returns: it keeps the memory."""
+    """The result of `__dlpack__`, which keeps the memory."""
 
     def __init__(self, tensor: DeviceTensor) -> None:
         self.plain, self.block = tensor.plain, tensor.block
@@ -60,7 +60,7 @@ class ArrayLibrary:
             self.current = before
 
     def go_on_with(self, stream: FakeStream) -> None:
-        """Make a stream the current one from here on, behind the one that is current now."""
+        """Make a stream the current one from here on, after the work of the present one."""
         stream.wait_stream(self.current)
         self.current = stream
 
@@ -73,7 +73,7 @@ class ArrayLibrary:
 
 
 class Array:
-    """An array of the library, and what its program does with it: on the library's current stream."""
+    """An array of the library, and operations on it, which run on the library's current stream."""
 
     def __init__(self, library: ArrayLibrary, tensor: DeviceTensor) -> None:
         self.library, self.tensor = library, tensor
@@ -112,7 +112,7 @@ class Array:
         return values
 
     def view(self, *shape: int) -> Array:
-        """The same memory in another shape."""
+        """Return the same memory in another shape."""
         return Array(self.library, self.tensor.view(*shape))  # type: ignore[arg-type]
 
     @property

@@ -1,4 +1,4 @@
-"""What simulated ranks share beside NCCL: a library that moves data between host memory, a board, a store."""
+"""Objects that simulated ranks share besides NCCL: a library for host memory, a board, a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class HostOperation:
-    """An operation of the host library: what each rank has given."""
+    """An operation of the host library with the messages of each rank."""
 
     messages: dict[int, Message] = field(default_factory=dict)
     users: dict[int, int] = field(default_factory=dict)  # the library's thread on a rank, for the detector
@@ -120,7 +120,7 @@ class HostChannel(Channel):
 
 
 def move(signature: Signature, messages: Sequence[Message]) -> None:
-    """One operation of the host library, given all ranks' messages in the order of ranks."""
+    """Run one operation of the host library, given all ranks' messages in the order of ranks."""
     kind, size, root = signature.kind.removesuffix("_v"), len(messages), signature.root or 0
     given = [message.inputs[0].reshape(-1).clone() for message in messages if message.inputs]
 
@@ -178,7 +178,7 @@ class ModelBoard(GroupBoard):
 
 
 class ModelStore(WrappedStore):
-    """A store whose changes let ranks go on that have paused."""
+    """A store; its changes let paused ranks continue."""
 
     _shared = Shared("store")
 

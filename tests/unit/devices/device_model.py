@@ -1,15 +1,15 @@
-"""A device that is simulated in this process: streams, events and memory, watched by torch's race detector.
+"""A device simulated in this process: streams, events and memory, watched by torch's race detector.
 
 Kernels are torch's own operations on `DeviceTensor`, whose values lie in host memory. A stream runs its
-entries in order; what the host enqueues is done later, when the model decides (`Machine.run`), so that a
-result that is read too early is wrong. Beside that, every launch, record, wait, allocation and release goes
-to `torch.cuda._sanitizer.EventHandler` (vector clocks), which needs no device: two accesses to memory that
-nothing orders are a race, whether or not this run had them in the wrong order.
+entries in order; entries that the host enqueues run later, when the model decides (`Machine.run`), so a
+result that is read too early is wrong. Also, every launch, record, wait, allocation and release goes to
+`torch.cuda._sanitizer.EventHandler` (vector clocks), which needs no device: two unordered accesses to memory
+are a race, whether or not this run had them in the wrong order.
 
-The host is one more stream to the detector, each thread of it: what it enqueues comes after what it has done,
-and a query that returns true orders it after the event. Memory is compared by byte, not by tensor. Memory
-that is freed belongs to the next allocation on its stream at once, as in torch's caching allocator: a stream
-that may still use it, and was not noted by `record_stream`, is a race.
+To the detector each thread of the host is one more stream: the entries that a thread enqueues come after its
+earlier work, and a query that returns true orders the thread after the event. Memory is compared by byte, not
+by tensor. Freed memory belongs at once to the next allocation on its stream, as in torch's caching allocator:
+use by another stream without `record_stream` is a race.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Place = tuple[Hashable, int]
 
 @dataclass(frozen=True)
 class Shared:
-    """Something that several ranks may look at or change; `ranks`: those that ever may, None for all."""
+    """An object that several ranks may read or change; `ranks`: the ranks that ever may, None for all."""
 
     name: Hashable
     ranks: frozenset[int] | None = field(default=None, compare=False)
@@ -42,9 +42,9 @@ class Entry:
 
     stream: FakeStream
     run: Callable[[], None] | None = None
-    other: Entry | None = None  # what a wait waits for
+    other: Entry | None = None  # the entry that a wait waits for
     done: bool = False
-    seen: bool = False  # done, as far as its host can tell: it is behind the entry
+    seen: bool = False  # its host knows that it is done
     before: Entry | None = None  # in its stream
     name: Hashable = None  # its stream and place there, the same in every run
 
@@ -52,8 +52,8 @@ class Entry:
 class FakeStream:
     """An in-order queue of one device.
 
-    `digest`: of what has been put into it, each with what its host was ordered behind by then; `shape`: of
-    what has been put into it alone. Neither depends on when other ranks have done what.
+    `digest`: of its entries, each with the host's order at that time; `shape`: of its entries alone. Neither
+    depends on the times of other ranks' actions.
     """
 
     def __init__(self, machine: Machine, name: str, label: Hashable = None) -> None:
@@ -63,7 +63,7 @@ class FakeStream:
         self.count = 0  # of entries and records
         self.digest = self.shape = hash(label)
         self.entries: list[Entry] = []
-        self.at = 0  # the first that is not done
+        self.at = 0  # the first entry that is not done
         self.number = machine.detector.new(name)
         self.cuda_stream = machine.add_stream(self)
 
@@ -76,7 +76,7 @@ class FakeStream:
 
     @property
     def place(self) -> Place:
-        """The end of what is enqueued."""
+        """Return the end of the enqueued entries."""
         return self.label, self.count
 
     def _grows(self, what: Hashable) -> None:
@@ -163,7 +163,7 @@ class Later:
         machine.waiting.append(self)
 
     def pass_time(self) -> None:
-        """What a poll does, when nobody polls."""
+        """Do the work of a poll when no rank polls."""
         if self._polls:
             self._polls -= 1
         else:
@@ -206,7 +206,7 @@ class Later:
 class FakeStreams:
     """`mcr_plus.core.streams.Streams` of one rank.
 
-    Number `device` is that of its tensors; -1, of CPU tensors, for tests that need no device's tensors.
+    `device` is the number of its tensors' device; -1 (CPU tensors) serves tests without tensors of a device.
     """
 
     def __init__(self, machine: Machine, device: int = -1) -> None:
@@ -278,23 +278,23 @@ class Machine:
         self.streams: list[FakeStream] = []
         self.trace: list[str] = []
         self.lazy = False
-        self.decide: Callable[[Hashable], bool] = lambda _: True  # whether a host finds done what may be done
+        self.decide: Callable[[Hashable], bool] = lambda _: True  # whether a host finds possible entries done
         self.behind: Callable[[Place], bool] = lambda _: False  # whether it has
-        self.note: Callable[[Hashable], None] = lambda _: None  # what a host has done or has found done
-        self.reached: Callable[[Place], None] = lambda _: None  # what it is ordered behind
-        self.clock: Callable[[], Hashable] = lambda: None  # all that it is ordered behind
-        self.number: Callable[[], int] = lambda: 0  # of what it has noted
+        self.note: Callable[[Hashable], None] = lambda _: None  # a host's action or finding
+        self.reached: Callable[[Place], None] = lambda _: None  # a place that the host comes after
+        self.clock: Callable[[], Hashable] = lambda: None  # all places that the host comes after
+        self.number: Callable[[], int] = lambda: 0  # of its notes
         self.touch: Callable[[Shared], None] = lambda _: None  # the order with other ranks' turns matters
-        self.look: Callable[[Shared], None] = lambda _: None  # a host has not found what others may do yet
+        self.look: Callable[[Shared], None] = lambda _: None  # a look in vain
         self.here: Callable[[], int] = lambda: -1  # the rank whose turn it is
-        self.lacking = Shared("anything")  # what `matched` has not found
+        self.lacking = Shared("anything")  # the calls that `matched` lacks
         self.sleep: Callable[[], None] = lambda: None  # of a host, until something changes
         self._hosts = threading.local()
         self._held: list[torch.Tensor] = []
         self.lock = threading.RLock()
         self.version = 0  # changes when anything does
         self.common = 0  # changes when all hosts shall look again
-        self.changes = Counter[Shared]()  # of what several hosts may look at
+        self.changes = Counter[Shared]()  # of shared objects
         self.slow = 0  # polls until calls in the background are made
         self.in_background = False
         self.waiting: list[Later] = []
@@ -309,7 +309,7 @@ class Machine:
                 self.in_background = before
 
     def host(self) -> int:
-        """The calling thread, as a stream of the detector."""
+        """Return the calling thread, as a stream of the detector."""
         number: int | None = getattr(self._hosts, "number", None)
         if number is None:
             number = self._hosts.number = self.detector.new(f"host {threading.current_thread().name}")
@@ -325,7 +325,7 @@ class Machine:
         return len(self.streams)
 
     def share(self, what: Shared) -> None:
-        """Note a change of what several hosts may look at."""
+        """Note a change of an object that several hosts may read."""
         self.version += 1
         self.changes[what] += 1
 
@@ -335,10 +335,10 @@ class Machine:
             self.run()
 
     def observe(self, entry: Entry, place: Place) -> bool:
-        """Whether the host finds done what a stream has up to a place, whose last entry is `entry`.
+        """Return whether the host finds a stream done up to a place; `entry` is the last entry there.
 
-        The model decides that wherever it may be done by now, also if another rank has come upon it already:
-        so what a rank can be told depends on what others have enqueued, not on what they have been told.
+        The model decides this for every entry that may be done, even if another rank has found it done: so
+            the answer depends on the entries of other ranks, not on the answers that they got.
         """
         if not self.lazy or entry.seen or self.behind(place):
             return entry.done or self.lazy
@@ -350,14 +350,14 @@ class Machine:
     # -- running ----------------------------------------------------------------------------------
 
     def matched(self, entry: Entry) -> Sequence[Entry] | None:
-        """The entries that run together with one: of a collective, those of all ranks.
+        """Return the entries that run together with one: for a collective, the entries of all ranks.
 
-        None if some lack; `lacking` is where they will come from, then.
+        None if some are missing; then `lacking` is their source.
         """
         return (entry,)
 
     def execute(self, entries: Sequence[Entry]) -> None:
-        """Run entries whose turn has come on all their streams."""
+        """Run entries that are first on all their streams."""
         for entry in entries:
             if entry.run is not None:
                 entry.run()
@@ -368,7 +368,7 @@ class Machine:
         return not entry.done and (entry.other is None or entry.other.done)
 
     def steps(self) -> list[Sequence[Entry]]:
-        """What can run now."""
+        """Return the entries that can run now."""
         found: list[Sequence[Entry]] = []
         for stream in self.streams:
             head = stream.head
@@ -379,20 +379,20 @@ class Machine:
         return found
 
     def run(self, pick: Callable[[int], int] = lambda _: 0) -> None:
-        """Run what can run; `pick` chooses among what can."""
+        """Run all entries that can run; `pick` chooses the next one."""
         with self.lock:
             while steps := self.steps():
                 self.execute(steps[pick(len(steps))])
 
     def pass_time(self) -> None:
-        """Go on without the hosts."""
+        """Run entries without the hosts."""
         self.run()
         for each in list(self.waiting):
             each.pass_time()
         self.common = self.common + 1  # all look again
 
     def _needed(self, entry: Entry, seen: set[int], order: list[Sequence[Entry]]) -> bool:
-        """Collect all that must run before an entry and itself, in an order; False if that is not there."""
+        """Collect an entry and its predecessors in an order; return False if one is missing."""
         if entry.done or id(entry) in seen:
             return True
         together = self.matched(entry)
@@ -414,7 +414,7 @@ class Machine:
         return False
 
     def finish(self, entry: Entry) -> None:
-        """Run an entry and what must run before it, nothing else."""
+        """Run an entry and its predecessors, nothing else."""
         order: list[Sequence[Entry]] = []
         assert self._needed(entry, set(), order)
         for together in order:
@@ -429,5 +429,5 @@ class Machine:
 
     @property
     def stuck(self) -> bool:
-        """Whether something waits for what has not come."""
+        """Return whether an entry waits for an entry that has not come."""
         return any(stream.head is not None for stream in self.streams)

@@ -1,8 +1,8 @@
-"""Programs on simulated devices, with what they must give: each uses streams in a way that users may.
+"""Programs on simulated devices, with their expected results: each uses streams in a permitted way.
 
-A program returns the values it has read. Inputs are small integers that differ from rank to rank, so that
-sums are exact, in bfloat16 as well. A rank may let go of a tensor that another stream uses only after
-`record_stream`, as in torch; whatever else needs the memory is the library's business.
+A program returns the values that it has read. Inputs are small integers that differ from rank to rank, so
+that sums are exact, in bfloat16 as well. As in torch, a rank may drop a tensor in use by another stream only
+after `record_stream`; every other use of the memory is the library's business.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Options = dict[str, Any]
 
 
 def given(rank: int, salt: int = 0, count: int = COUNT) -> Values:
-    """A rank's input."""
+    """Return a rank's input."""
     return [float((rank + 1) * (index + 1) + salt) for index in range(count)]
 
 
 def total(size: int, salt: int = 0, count: int = COUNT) -> Values:
-    """The sum over ranks."""
+    """Return the sum over ranks."""
     return [sum(column) for column in zip(*(given(rank, salt, count) for rank in range(size)), strict=True)]
 
 
-# -- programs: what a rank does, and what it must read -----------------------------------------------
+# -- programs of a rank, and their expected results --------------------------------------------------
 
 
 def one(rank: Rank, **how: Any) -> Values:
@@ -45,7 +45,7 @@ def one(rank: Rank, **how: Any) -> Values:
 
 
 def two(rank: Rank, **how: Any) -> Values:
-    """Two operations in flight, one of them polled."""
+    """Have two operations in flight, one of them polled."""
     x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
     first = rank.comm.all_reduce(x, async_op=True, **how)
     rank.step()
@@ -58,7 +58,7 @@ def two(rank: Rank, **how: Any) -> Values:
 
 
 def libraries(rank: Rank, **how: Any) -> Values:
-    """Two libraries at a time, waited for in the other order."""
+    """Use two libraries at a time, waited for in the other order."""
     x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
     first = rank.comm.all_reduce(x, async_op=True, backend="nccl", **how)
     rank.step()
@@ -71,7 +71,7 @@ def libraries(rank: Rank, **how: Any) -> Values:
 
 
 def four(rank: Rank, **how: Any) -> Values:
-    """Two operations in flight on each of two libraries."""
+    """Have two operations in flight on each of two libraries."""
     tensors = [rank.tensor(given(rank.rank, salt)) for salt in range(4)]
     works = [
         rank.comm.all_reduce(x, async_op=True, backend="nccl" if salt % 2 else "gloo", **how)
@@ -94,7 +94,7 @@ def in_turn(rank: Rank, **how: Any) -> Values:
 
 
 def in_flight(rank: Rank, **how: Any) -> Values:
-    """Several operations at a time, waited for in their order."""
+    """Have several operations in flight; wait for them in their order."""
     tensors = [rank.tensor(given(rank.rank, salt)) for salt in range(3)]
     works = []
     for x in tensors:
@@ -107,7 +107,7 @@ def in_flight(rank: Rank, **how: Any) -> Values:
 
 
 def other_streams(rank: Rank, **how: Any) -> Values:
-    """Issued on one stream, waited for and read on another, which issues the next one."""
+    """Issue on one stream, wait and read on another, and issue the next operation there."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -125,7 +125,7 @@ def other_streams(rank: Rank, **how: Any) -> Values:
 
 
 def in_flight_on_streams(rank: Rank, **how: Any) -> Values:
-    """Several at a time, each on a stream of its own, on which it is waited for."""
+    """Have several operations in flight, each issued and waited for on its own stream."""
     streams = [rank.stream() for _ in range(3)]
     tensors, works = [], []
     for salt, stream in enumerate(streams):
@@ -143,7 +143,7 @@ def in_flight_on_streams(rank: Rank, **how: Any) -> Values:
 
 
 def polled(rank: Rank, **how: Any) -> Values:
-    """Polled under a stream, then waited for under another."""
+    """Poll under a stream, then wait under another."""
     one = rank.stream()
     x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
     works = [rank.comm.all_reduce(each, async_op=True, **how) for each in (x, y)]
@@ -157,7 +157,7 @@ def polled(rank: Rank, **how: Any) -> Values:
 
 
 def dropped(rank: Rank, **how: Any) -> Values:
-    """Tensors and handles that the program lets go while operations are in flight."""
+    """Drop tensors and handles while operations are in flight."""
     x = rank.tensor(given(rank.rank))
     work = rank.comm.all_reduce(x, async_op=True, **how)
     del x
@@ -179,7 +179,7 @@ def dropped(rank: Rank, **how: Any) -> Values:
 
 
 def strided(rank: Rank, **how: Any) -> Values:
-    """Tensors that are packed first, and whose results are copied out, waited for on two streams."""
+    """Use tensors that are packed first and copied out at the end, waited for on two streams."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(2):
@@ -240,7 +240,7 @@ def kinds_give(rank: int, size: int) -> Values:
 
 
 def messages(rank: Rank, **how: Any) -> Values:
-    """A ring of sends and receives; every rank sends before it receives."""
+    """Send and receive in a ring; every rank sends before it receives."""
     right, left = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
     x, out = rank.tensor(given(rank.rank)), rank.tensor([0.0] * COUNT)
     sent = rank.comm.isend(x, right, **how)
@@ -253,7 +253,7 @@ def messages(rank: Rank, **how: Any) -> Values:
 
 
 def in_order(rank: Rank, **how: Any) -> Values:
-    """Messages of one peer and tag, of which the first is the largest, arrive in the order of their sends."""
+    """Messages of one peer and tag arrive in the order of their sends, though the first is the largest."""
     right, left = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
     outs = [rank.tensor([0.0] * count) for count in MESSAGES]
     works = []
@@ -267,7 +267,7 @@ def in_order(rank: Rank, **how: Any) -> Values:
 
 
 def coalesced(rank: Rank, **how: Any) -> Values:
-    """Packed on one stream, waited for on another; the buffer comes again on the first."""
+    """Pack on one stream, wait on another; the buffer is reused on the first."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -289,7 +289,7 @@ def coalesced(rank: Rank, **how: Any) -> Values:
 
 
 def reused(rank: Rank, **how: Any) -> Values:
-    """Buckets that are sent under one stream and waited for under another: their memory comes again."""
+    """Send buckets under one stream and wait under another: their memory is reused."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -310,7 +310,7 @@ def reused(rank: Rank, **how: Any) -> Values:
 
 
 def buckets(rank: Rank, **how: Any) -> Values:
-    """Members of a bucket from two streams; one of them polls it, the other waits; its memory comes again."""
+    """Fill a bucket from two streams; one polls it, the other waits; its memory is reused."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -349,7 +349,7 @@ def persistent(rank: Rank, **how: Any) -> Values:
 
 
 def hook(rank: Rank, **how: Any) -> Values:
-    """What the hooks of gradients do: buckets with state between calls, all in flight before the waits."""
+    """Act like the hooks of gradients: buckets with state between calls, all in flight before the waits."""
     read = []
     keyed: Options = {"parts": ((COUNT,),)} if how.get("compress") else {}
     for salt in range(3):
@@ -374,7 +374,7 @@ def hook(rank: Rank, **how: Any) -> Values:
 
 
 def matrices(rank: Rank, **how: Any) -> Values:
-    """Two calls in flight on the state of one: what powersgd does."""
+    """Have two calls in flight on one state, like powersgd."""
     tensors = [rank.tensor([given(rank.rank, salt, ROWS)] * ROWS) for salt in range(2)]
     works = []
     for x in tensors:
@@ -386,7 +386,7 @@ def matrices(rank: Rank, **how: Any) -> Values:
 
 
 def following(rank: Rank, **how: Any) -> Values:
-    """Functions that follow an operation, one of them added when it may be done already."""
+    """Let functions follow an operation, one of them added when the operation may be done already."""
     one = rank.stream()
     x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
     work = rank.comm.all_reduce(x, async_op=True, **how)
@@ -401,7 +401,7 @@ def following(rank: Rank, **how: Any) -> Values:
 
 
 def following_a_wait(rank: Rank, **how: Any) -> Values:
-    """A second function, on another stream than that whose wait has run the first."""
+    """Run a second function on another stream than the one that ran the first at its wait."""
     one = rank.stream()
     x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
     work = rank.comm.all_reduce(x, async_op=True, **how)
@@ -415,7 +415,7 @@ def following_a_wait(rank: Rank, **how: Any) -> Values:
 
 
 def let_go(rank: Rank, **how: Any) -> Values:
-    """Results that are copied out on another stream than that of the issue, each handle let go at once."""
+    """Copy results out on another stream than the issuing one; drop each handle at once."""
     one, other = rank.stream(), rank.stream()
     tensors, works = [], []
     with rank.under(one):
@@ -432,7 +432,7 @@ def let_go(rank: Rank, **how: Any) -> Values:
 
 
 def failing(rank: Rank, **how: Any) -> Values:
-    """The host library fails; operations behind have begun with tensors that the program lets go."""
+    """The host library fails; later operations have begun with tensors that the program drops."""
     rank.job.fails = 1
     works = []
     with contextlib.suppress(BackendError):

@@ -1,10 +1,10 @@
-"""Ranks that are threads of this process, on simulated devices, one at a time: whole pipelines under a model.
+"""Ranks as threads of this process, on simulated devices, one at a time: whole pipelines under a model.
 
 Each rank has the library's own pipeline, engine and communicator, over the simulated NCCL and a host library
 that moves data between pinned tensors. A rank gives up its turn between the statements of its program
-(`Rank.step`) and wherever the library would sleep; whose turn it is then, and whether a query finds work of a
-device done, is decided by `Decisions`, so that a run can be repeated and its alternatives be tried. Devices
-run nothing before that decides a query: results that are read too early are wrong.
+(`Rank.step`) and wherever the library would sleep; then `Decisions` decides whose turn it is, and whether a
+query finds a device's work done, so that a run can be repeated and its alternatives be tried. Devices run
+nothing before `Decisions` answers a query: results that are read too early are wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mcr_plus.waiting import progress_thread
 
 
 class Rank:
-    """One rank, as its program sees it."""
+    """One rank from its program's point of view."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.size = job, rank, job.size
@@ -97,14 +97,14 @@ class Rank:
         return uploaded(self.home, torch.as_tensor(values, dtype=torch.float32))
 
     def stream(self) -> Any:
-        """Another stream, under which the rank can issue."""
+        """Return another stream for the rank's calls."""
         return self.home.create()
 
     def under(self, stream: Any) -> contextlib.AbstractContextManager[None]:
         return self.home.under(stream)
 
     def library(self, *, states: bool = True) -> ArrayLibrary:
-        """An array library beside torch; see `ArrayLibrary`."""
+        """Return an array library next to torch; see `ArrayLibrary`."""
         return ArrayLibrary(self.home, states=states)
 
     def step(self) -> None:
@@ -117,13 +117,13 @@ class Rank:
             self.job.yields(paused=True)
 
     def read(self, tensor: torch.Tensor) -> list[float]:
-        """The values, read by the current stream."""
+        """Return the values, read by the current stream."""
         values: list[float] = tensor.tolist()
         return values
 
 
 class TurnLock:
-    """In place of an engine's lock: a thread that waits for it gives up its turn to its owner."""
+    """Replaces an engine's lock: a thread that waits for the lock gives up its turn to the owner."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -138,7 +138,7 @@ class TurnLock:
 
 
 class Helper:
-    """In place of the library's thread that starts operations: it has turns, too, once it is woken."""
+    """Replaces the library's thread that starts operations; it has turns, too, once it is woken."""
 
     def __init__(self, job: Job, step: Callable[[], bool]) -> None:
         turns = job.turns
@@ -159,7 +159,7 @@ class Helper:
 
 
 class RetainedByRank:
-    """In place of what a process retains: ranks are threads here, and none may look after what others use."""
+    """Replaces a process's retained memory: ranks are threads here, and none may release another's memory."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -176,7 +176,7 @@ After = Literal["nothing", "opening", "one run"]
 
 
 class Job:
-    """All ranks of a job, for one run of a program."""
+    """The ranks of a job, for one run of a program."""
 
     def __init__(self, size: int, config: Mapping[str, Any] | None = None, *, slow: int = 0) -> None:
         self.size = size
@@ -211,13 +211,13 @@ class Job:
 
     @property
     def _now(self) -> Actor:
-        """The rank that has its turn."""
+        """Return the rank that has its turn."""
         assert self._turns is not None
         assert self._turns.now is not None
         return self._turns.now
 
     def finds(self, what: Hashable) -> bool:
-        """Whether the rank that has its turn finds done what may be done by now."""
+        """Return whether the rank whose turn it is finds possible work done."""
         assert self._turns is not None
         return self._turns.now is None or self._turns.now.finds(what)
 
@@ -263,10 +263,10 @@ class Job:
         after: After = "nothing",
         only: int | None = None,
     ) -> list[Any]:
-        """What the program returns on each rank. `ends_in`, `forgets`: see `Turns`; raises `Known`.
+        """Return the program's results on each rank. `ends_in`, `forgets`: see `Turns`; raises `Known`.
 
         `after`: when decisions begin: once all ranks have opened their groups and connected, or have run the
-        program once. `only`: the rank that may be told late what is done.
+        program once. `only`: the rank that may learn late of completed work.
         """
         machine = self.simulator
         turns = self.turns = self._turns = Turns(machine, decide or Decisions())
@@ -315,7 +315,7 @@ class Job:
 
 @contextlib.contextmanager
 def _patched(job: Job) -> Iterator[None]:
-    """The library's sleeps as turns, and its streams as those of the model."""
+    """Turn the library's sleeps into turns and its streams into the model's."""
 
     def pause(*_: Any) -> None:
         job.yields(paused=True)
@@ -325,7 +325,7 @@ def _patched(job: Job) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         still = SimpleNamespace(sleep=pause, monotonic=lambda: 0.0, time_ns=time.time_ns)
-        patch.setattr(link, "time", still)  # what a program does must not depend on how fast the machine is
+        patch.setattr(link, "time", still)  # a program must not depend on the speed of the machine
         patch.setattr(engine, "time", still)
         patch.setattr(desync, "time", still)
         patch.setattr(progress_thread, "ProgressThread", partial(Helper, job))

@@ -116,7 +116,7 @@ def programs_of(setting: Setting) -> list[Program]:
 
 @dataclass
 class Found:
-    """The outcome of one run: what was wrong, and what was done."""
+    """The outcome of one run: its problems and its record."""
 
     problems: list[str]
     results: list[Values]
@@ -127,7 +127,7 @@ class Found:
 def problems_of(
     setting: Setting, wanted_of: Callable[[int, int], Values], results: Sequence[Values]
 ) -> list[str]:
-    """What ranks have read that is not what they must read."""
+    """Return the values of ranks that differ from the expected values."""
     found, error = list[str](), setting.error
     for rank, values in enumerate(results):
         wanted = wanted_of(rank, len(results))
@@ -142,7 +142,7 @@ def problems_of(
 def run(
     setting: Setting, program: Program, size: int, decide: Decisions | None = None, *, slow: int = 0
 ) -> Found:
-    """Run a program and compare what it has read; `slow`: polls for which NCCL takes no calls at first."""
+    """Run a program and compare what it has read; `slow`: number of polls before NCCL takes calls."""
     job = Job(size, setting.config, slow=slow)
     decisions = decide or Decisions()
     problems, results = list[str](), list[Values]()
@@ -156,14 +156,14 @@ def run(
 
 
 def randomly(seed: int) -> Decisions:
-    """Decisions at random; those of seed 0 let every rank go on as far as it can, and devices be late."""
+    """Return random decisions; seed 0 lets every rank run as far as it can, with late devices."""
     return Decisions(pick=Random(seed).randrange) if seed else Decisions()
 
 
 def runs(
     setting: Setting, program: Program, size: int, seeds: Sequence[int] = (0, 1)
 ) -> tuple[list[str], list[Found]]:
-    """Several runs of one program. Returns what was wrong, and the runs; results must be the same in all."""
+    """Run one program several times; return the problems, such as different results, and the runs."""
     found = [run(setting, program, size, randomly(seed), slow=3 * (seed % 2)) for seed in seeds]
     problems = [problem for each in found for problem in each.problems]
     if not problems and any(each.results != found[0].results for each in found):

@@ -16,7 +16,7 @@ from unit.devices.race_detector import Range
 
 
 class Block:
-    """A piece of a device's memory, freed when the last tensor that lies in it goes."""
+    """A piece of a device's memory, freed with the last tensor in it."""
 
     def __init__(self, home: FakeStreams, plain: torch.Tensor) -> None:
         self.home = home
@@ -41,7 +41,7 @@ class Block:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of a device. `plain` is its memory, `block` what it is part of."""
+    """A tensor of a device. `plain` is its memory, `block` the block that holds it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     plain: torch.Tensor
@@ -66,7 +66,7 @@ class DeviceTensor(torch.Tensor):
         self.block.users.append(s)
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
-        """A copy on the host, which waits for the current stream."""
+        """Return a copy on the host; wait for the current stream."""
         out = self.block.home.machine.held(torch.empty_like(self.plain))
         source = self.plain
         _synchronised(self.block.home, "to host", lambda: out.copy_(source), ranges(source), ranges(out))
@@ -104,7 +104,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def ranges(tensor: torch.Tensor) -> list[Range]:
-    """The bytes of a tensor, which may have strides."""
+    """Return the bytes of a tensor, which may have strides."""
     tensor = unwrapped(tensor)
     if not tensor.numel():
         return []
@@ -139,7 +139,7 @@ def _synchronised(
 
 
 def _kernel(func: Any, args: Any, kwargs: Any) -> Any:
-    """One of torch's operations, as a kernel on the current stream."""
+    """Run one of torch's operations as a kernel on the current stream."""
     home = next(each.block.home for each in tree_leaves((args, kwargs)) if isinstance(each, DeviceTensor))
     plain_args, plain_kwargs = tree_map(unwrapped, args), tree_map(unwrapped, kwargs)
     name, schema = func._schema.name, func._schema
@@ -165,7 +165,7 @@ def _kernel(func: Any, args: Any, kwargs: Any) -> Any:
 def _accesses(
     home: FakeStreams, schema: Any, args: Any, kwargs: Any
 ) -> tuple[list[torch.Tensor], list[Range], list[Range]]:
-    """The tensors among the arguments of an operation, and the memory that it reads and writes."""
+    """Return the tensors among the arguments of an operation, and the memory that it reads and writes."""
     given, reads, writes = list[torch.Tensor](), list[Range](), list[Range]()
     named = [*zip(schema.arguments, args, strict=False)]
     named += [(each, kwargs[each.name]) for each in schema.arguments[len(args) :] if each.name in kwargs]
@@ -183,7 +183,7 @@ def _accesses(
 def _made(
     home: FakeStreams, name: str, run: Callable[[], Any], given: Sequence[torch.Tensor], reads: list[Range]
 ) -> Any:
-    """What an operation returns that writes to none of its arguments: views of them, or new tensors."""
+    """Return the results of an operation that writes to no argument: views of them, or new tensors."""
     made = run()  # for the shapes, and the memory; the values come later
     sources = {t.untyped_storage().data_ptr(): t for t in given if isinstance(t, DeviceTensor)}
     outs = [out for out in tree_leaves(made) if isinstance(out, torch.Tensor)]

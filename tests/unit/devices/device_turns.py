@@ -1,17 +1,17 @@
-"""Turns of simulated ranks, which are threads that run one at a time, and the states between two turns.
+"""Turns of simulated ranks, threads that run one at a time, and the states between two turns.
 
-A turn goes from one pause of a rank to its next one. Whose turn it is, and whether a query of a rank finds
-work of a device done, is decided by `Decisions`, so that a run can be repeated and its alternatives be tried.
+A turn lasts from one pause of a rank to its next one. `Decisions` decides whose turn it is, and whether a
+rank's query finds a device's work done, so that a run can be repeated and its alternatives be tried.
 
-Two things keep the number of runs small where all orders are tried (`interleavings`). A state is described by
-what can matter later, not by how it came about: each rank's place in its program, what it has found done, and
-what is in its streams, with what the rank had found done at each entry. And of a turn whose order with those
-of some ranks does not matter, no order with theirs is tried (`Turn`).
+Two rules keep the number of runs small when all orders are tried (`interleavings`). A state has only facts
+that can matter later: each rank's place in its program, the work that the rank has found done, and the
+entries of its streams, each with the work that the rank had found done by then. And if the order of a turn
+and some ranks' turns does not matter, only one of the orders is tried (`Turn`).
 
-The order does not matter of what a rank posts, puts into its streams or gives to a library, although others
-look for it: they may always be told that it has not come yet, once more, so a run in which it has come
-earlier has all courses of one in which it comes later. It matters of a look in vain, which those may change
-who can give what is looked for. So turns with such looks are put off (`Vain`) where another rank can go on.
+The order of posts, stream entries and calls to a library does not matter, although other ranks look for them:
+a look may always be answered with "not yet" once more, so a run in which an entry comes early has all courses
+of a run in which it comes late. The order of a look in vain matters: a rank that can supply the missing entry
+may change the look. So turns with such looks are put off (`Vain`) while another rank can run.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ State = tuple[Hashable, tuple[Hashable, ...]]
 class Turn:
     """A decision about whose turn it is, of actors `able`, by their numbers in the order of the choices.
 
-    `needs`: by actor, those of whose turns the order with its next one may matter. Known for those that are
-    not able, which have looked in vain for what these may do, and once a turn has been had.
+    `needs`: for each actor, the actors whose turns must keep their order with its next turn. It is known for
+    actors that are not able, because they have looked in vain for an action of the needed actors, and for
+    every actor after a turn.
     """
 
     able: list[int]
     needs: dict[int, set[int]]
 
     def needed(self, first: int) -> set[int]:
-        """The smallest set with an actor and with all that its members need: no other actor, nor several of
-        them one after another, can do anything of which the order with the next turn of a member matters.
+        """Return the smallest set with an actor and all actors that its members need.
+
+        No sequence of other actors' turns has an order that matters with the next turn of a member.
         """
         found, todo = set[int](), [first]
         while todo:
@@ -57,10 +59,10 @@ class Turn:
 
 
 class Decisions:
-    """What is decided in a run: the first decisions are `given`, later ones `pick` chooses.
+    """The decisions of a run: the first ones are `given`, later ones `pick` chooses.
 
-    `made`: the choices, each with the number of alternatives. `turns`: the decisions about whose turn it is,
-    by their places in `made`. From place `free` on, None for nowhere, a turn that looks in vain ends the run.
+    `made`: the choices, each with the number of alternatives. `turns`: the choices of the next turn, by their
+    places in `made`. From place `free` on (None: never), a turn that looks in vain ends the run.
     """
 
     def __init__(
@@ -85,11 +87,11 @@ class Decisions:
 
 
 class Stuck(Exception):
-    """No rank can go on."""
+    """No rank can continue."""
 
 
 class Vain(Exception):
-    """A turn has looked for something in vain, at the decision of this number, while others can go on."""
+    """A turn has looked for an entry in vain, at the decision of this number, while others can continue."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -97,22 +99,22 @@ class Vain(Exception):
 
 
 class Known(Exception):
-    """The run has come to a state from which another run has gone on."""
+    """The run has reached a state from which another run has continued."""
 
 
 class Turns:
-    """Whose turn it is. `ends_in`: is given each state with the number of decisions, before a turn.
+    """Gives the ranks their turns. `ends_in` gets each state with the number of decisions, before a turn.
 
-    A run for which it returns true ends there, with `Known`.
+    If it returns true, the run ends there, with `Known`.
 
-    A query does not find done what could be done at most `most_denied` times: in a whole run, after which it
-    does, or with `forgets` in each turn, after which it does not before the next turn.
+    At most `most_denied` times a query denies work that could be done: in a whole run, and later queries find
+    the work done; or, with `forgets`, in each turn, and later queries of the turn wait for the next one.
     """
 
     def __init__(self, machine: Machine, decide: Decisions) -> None:
         self.most_denied = 1
         self.forgets = False
-        self.only: int | None = None  # the rank that goes on last, and that alone is told late what is done
+        self.only: int | None = None  # the rank that runs last; only it learns late
         self.opening = 0  # ranks that open their groups, in one order, before anything is decided
         self.machine = machine
         self.decide = decide
@@ -124,7 +126,7 @@ class Turns:
         self.courses: list[tuple[int, Hashable]] = []  # of ranks that have ended
 
     def run(self) -> None:
-        """Until all programs have ended. Raises `Stuck`, or what a rank raised."""
+        """Run until all programs have ended. Raises `Stuck`, or the error of a rank."""
         machine = self.machine
         while alive := [actor for actor in self.actors if not (actor.ended or actor.is_helper)]:
             able = [actor for actor in self.actors if actor.is_able()]
@@ -172,11 +174,11 @@ class Turns:
         return now
 
     def _beside(self, now: Actor) -> set[int]:
-        """The threads of the same rank that can have turns, itself too."""
+        """Return the threads of the same rank that can have turns, including this one."""
         return {at for at, each in enumerate(self.actors) if each.home is now.home and each.is_awake}
 
     def _turn(self, able: Sequence[Actor]) -> Turn:
-        """Whose turn it can be, and what those need whose turn it cannot be."""
+        """Return the actors that can have a turn, and the needs of the others."""
         needs = dict[int, set[int]]()
         for at, each in enumerate(self.actors):
             if not each.ended and each not in able and self.only is None:
@@ -185,7 +187,7 @@ class Turns:
         return Turn([self.actors.index(each) for each in able], needs)
 
     def those_of(self, shared: Iterable[Shared]) -> set[int]:
-        """The actors of the ranks that may change something."""
+        """Return the actors of the ranks that may change an object."""
         found = set[int]()
         for each in shared:
             for at, actor in enumerate(self.actors):
@@ -194,7 +196,7 @@ class Turns:
         return found
 
     def state(self, able: Sequence[Actor]) -> State:
-        """All that can matter from here on: where programs are, and what each rank may race with."""
+        """Return all facts that can matter from here on: places in programs, and ranks' possible races."""
         control = tuple((each.state(), each in able) for each in self.actors)
         return control, tuple(each.history() for each in self.actors)
 
@@ -206,9 +208,9 @@ class Turns:
 
 
 class Actor:
-    """A thread that runs when it is its turn: of a rank, whose streams are those of `home`.
+    """A thread of a rank that runs when it has its turn, with the streams of `home`.
 
-    `is_helper`: not that of its program; it sleeps until it is woken.
+    `is_helper`: it is not the program's thread and sleeps until it is woken.
     """
 
     def __init__(
@@ -224,17 +226,17 @@ class Actor:
         self.home = home
         self.is_helper = self.sleeps = is_helper
         self.go = threading.Semaphore(0)
-        self.moved = True  # whether its last turn has changed anything, so that another one may as well
+        self.moved = True  # whether its last turn has changed anything: then the next may, too
         self.seen = 0  # `Machine.common`, as its last turn has left it
-        self.looked = set[Shared]()  # for what its last turn has looked in vain
-        self.touched = set[Shared]()  # what else of that turn must keep its order with others
+        self.looked = set[Shared]()  # the objects of its last turn's looks in vain
+        self.touched = set[Shared]()  # other objects of that turn with an order that matters
         self._watched = dict[Shared, int]()  # how often this had changed then
         self.ended = False
         self.error: Exception | None = None
-        self.denied = dict[Hashable, int]()  # how often a query has not found done what it could have
+        self.denied = dict[Hashable, int]()  # how often a query has denied possible work
         self.noted = set[Hashable]()
         self.found = set[Hashable]()  # places that it has found done
-        self.reached = dict[Hashable, int]()  # what it is ordered behind: the last place in each sequence
+        self.reached = dict[Hashable, int]()  # the last place before it in each sequence
         self._place: Hashable = "begin"
         self._statements = 0
         self._function = function
@@ -255,11 +257,11 @@ class Actor:
 
     @property
     def is_awake(self) -> bool:
-        """Whether it can have a turn without being woken by its rank."""
+        """Return whether it can have a turn without being woken by its rank."""
         return not (self.ended or self.sleeps)
 
     def is_able(self) -> bool:
-        """Whether it can have a turn that may change anything."""
+        """Return whether it can have a turn that may change anything."""
         machine = self.turns.machine
         if not self.is_awake or self.moved:
             return self.is_awake
@@ -280,17 +282,17 @@ class Actor:
         self.yields(paused=False)
 
     def reaches(self, place: Place) -> None:
-        """Note a place that the host is ordered behind."""
+        """Note a place that the host comes after."""
         sequence, count = place
         self.found.add(place)
         self.reached[sequence] = max(count, self.reached.get(sequence, 0))
 
     def clock(self) -> Hashable:
-        """What the host is ordered behind."""
+        """Return the places that the host comes after."""
         return frozenset(self.reached.items())
 
     def finds(self, what: Hashable) -> bool:
-        """Whether a query finds done what may be done by now."""
+        """Return whether a query finds possible work done."""
         if self.turns.opening or self.turns.only not in (None, self.home.device):
             return True
         times = self.denied.get(what, 0)
@@ -303,7 +305,7 @@ class Actor:
         return False
 
     def state(self) -> Hashable:
-        """Where it is, what it has noted and is behind, and what is in its streams."""
+        """Return its place, its notes, its order, and the entries of its streams."""
         shapes = tuple(stream.shape for stream in self.home.streams)
         if self.ended:
             return "end", shapes
@@ -311,11 +313,11 @@ class Actor:
         return self._place, self._statements, denied, frozenset(self.noted), self.clock(), shapes
 
     def history(self) -> Hashable:
-        """What it has found done, and what is in its streams, with what it was behind; none at the end."""
+        """Return its findings and its streams' entries, each with its order; nothing at the end."""
         return None if self.ended else self.course()
 
     def course(self) -> Hashable:
-        """What the rank has come upon, and what it has put into its streams in which order."""
+        """Return the rank's findings, and its streams' entries in their order."""
         return frozenset(self.noted | self.found), tuple(stream.digest for stream in self.home.streams)
 
     def yields(self, *, paused: bool) -> None:
@@ -339,7 +341,7 @@ class Actor:
 
 
 def _place_of(frame: Any) -> Hashable:
-    """Where a thread is in its program."""
+    """Return a thread's place in its program."""
     lines = []
     while frame is not None:
         code = frame.f_code

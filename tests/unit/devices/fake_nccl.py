@@ -1,8 +1,8 @@
 """A library with NCCL's C ABI that works on host memory, and streams to go with it, for ranks in one process.
 
-Its functions are C function pointers with prototypes copied from nccl.h, so what callers pass is marshalled
-as for the real library. Streams run in order, an operation runs once all its ranks have reached it, and
-`Simulator.run` says so when nothing more can run: a deadlock on a GPU is one here.
+Its functions are C function pointers with prototypes copied from nccl.h, so arguments are marshalled as for
+the real library. Streams run in order, an operation runs once all its ranks have reached it, and
+`Simulator.run` reports when nothing more can run: a deadlock on a GPU is a deadlock here.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 class Task:
     """One NCCL call: its name and arguments without communicator and stream.
 
-    `turn` pairs it with those of the other ranks: the n-th collective of a communicator, or the n-th message
-    of a direction.
+    `turn` pairs it with the other ranks' calls: the n-th collective of a communicator, or the n-th message of
+    a direction.
     """
 
     comm: Comm
@@ -77,7 +77,7 @@ class Task:
     unit: Unit | None = None
 
     def ranges(self) -> tuple[list[Range], list[Range]]:
-        """The memory that it reads and writes on its rank."""
+        """Return the memory that the task reads and writes on its rank."""
         size = self.comm.size
 
         def at(address: int | None, count: int, dtype: int) -> list[Range]:
@@ -105,7 +105,7 @@ class Unit(Entry):
 
 @dataclass(eq=False)
 class Comm:
-    """One rank's communicator. `state` is for tests to set: an error."""
+    """One rank's communicator. Tests may set `state` to an error."""
 
     handle: int
     identity: bytes
@@ -114,14 +114,14 @@ class Comm:
     home: int  # the rank of the job
     state: int = 0
     connected: set[tuple[Any, ...]] = field(default_factory=set)
-    later: list[Callable[[], object]] = field(default_factory=list)  # what it has not done yet
+    later: list[Callable[[], object]] = field(default_factory=list)  # its pending work
 
 
 class Simulator(Machine):
-    """All ranks' communicators. `fails` maps a function's name to the result code it shall return.
+    """All ranks' communicators. `fails` maps a function's name to its result code.
 
-    `blocked`: calls on the program's thread that may have waited for peers. `nonblocking`: what
-    NCCL_COMM_BLOCKING=0 makes of communicators.
+    `blocked`: calls on the program's thread that may have waited for peers. `nonblocking`: the effect of
+    NCCL_COMM_BLOCKING=0.
     """
 
     def __init__(self, version: int = 23203) -> None:
@@ -141,7 +141,7 @@ class Simulator(Machine):
         self._texts: list[Any] = []
 
     def library(self, *without: str) -> Any:
-        """An object to use as a CDLL; `without` names functions that it shall lack."""
+        """Return an object to use as a CDLL; `without` names missing functions."""
 
         class Library:
             pass
@@ -282,7 +282,7 @@ class Simulator(Machine):
         return result
 
     def _connect(self, task: Task) -> None:
-        """Ranks connect for an algorithm, which follows from the size, and with a peer, at the first use."""
+        """Connect ranks at the first use of an algorithm (chosen by size) or of a peer."""
         is_message = task.name in ("Send", "Recv")
         key = (task.name, task.args[3]) if is_message else (task.name, *task.args[2:])
         if key not in task.comm.connected and task.comm.size > 1:
@@ -302,7 +302,7 @@ class Simulator(Machine):
         self.share(self._shared(unit.tasks[0].comm))
 
     def _shared(self, comm: Comm) -> Shared:
-        """The calls of a communicator's ranks, for those who look whether they have come."""
+        """Return the calls of a communicator's ranks, for queries of their arrival."""
         members = self.members[comm.identity]
         is_known = len(members) == comm.size
         return Shared(comm.identity, frozenset(each.home for each in members.values()) if is_known else None)
@@ -310,7 +310,7 @@ class Simulator(Machine):
     # -- running ----------------------------------------------------------------------------------
 
     def _partners(self, task: Task) -> list[Task | None]:
-        """The calls that run together with one, in the order of their ranks; None for those not there."""
+        """Return the calls that run together with one, in rank order; None for missing calls."""
         identity, *ends, number = task.turn
         if task.name not in ("Send", "Recv"):
             return [self._posted.get((identity, rank, number)) for rank in range(task.comm.size)]
@@ -372,7 +372,7 @@ def _reduced(parts: list[torch.Tensor], op: int) -> torch.Tensor:
 
 
 def _execute(tasks: list[Task]) -> None:
-    """One collective, given every rank's call, in rank order."""
+    """Run one collective, given every rank's call, in rank order."""
     first = tasks[0]
     assert all(task.name == first.name and task.args[2:] == first.args[2:] for task in tasks), "calls differ"
     count, dtype, *rest = first.args[2:]

@@ -1,22 +1,22 @@
-"""All orders of the turns of ranks, and of what hosts find done on devices, for small programs.
+"""All orders of the ranks' turns, and of the hosts' findings on devices, for small programs.
 
 A run is repeated with other decisions until all have been tried, depth first. `explore(reduced=True)` leaves
-out what can show nothing new (`device_turns`):
+out runs that can show nothing new (`device_turns`):
 
-- A run ends in a state of which all that matters has been gone on from (state hashing): the programs have
-  been where they are, with what each rank may race with. The ranks need not have been in one and the same
-  state, since memory belongs to one rank, and what programs do follows from where they are.
-- Of a turn, only orders with those of ranks are tried that may matter: a persistent set (Godefroid,
-  Partial-Order Methods, 1996; found on the way as in Flanagan and Godefroid, POPL 2005). Turns cannot be put
-  off for ever, since no state comes twice in a run.
-- Turns that look in vain for what others have yet to do are put off, as long as one can go on that does not.
-- The courses of one rank (`only`) do not depend on when the others have their turns and what they are told:
-  whatever they do later, that rank may as well be told later. So they go on as far as they can.
-- What devices do after the last query: if the detector finds no race, all orders of that give the same.
+- A run ends if all relevant parts of its state have been continued from before (state hashing): the places of
+  the programs, and the possible races of each rank. Different ranks' parts may come from different states,
+  since memory belongs to one rank, and programs' actions follow from their places.
+- Only orders of turns that may matter are tried: a persistent set (Godefroid,
+  Partial-Order Methods, 1996; found on the way as in Flanagan and Godefroid, POPL 2005). No turn is put off
+  for ever, since no state comes twice in a run.
+- Turns that look in vain for other ranks' future work are put off while another turn is possible.
+- The courses of one rank (`only`) do not depend on the times of other ranks' turns or on their answers: a
+  later action of theirs is a later answer for that rank. So the others run as far as they can.
+- Work of devices after the last query has one order: without a race all orders have the same result.
 
-`reduced=False` tries everything, and checks that states are what they are taken for: from one state, the same
-decisions of the next turn lead to the same state, and so does where the programs are alone. `courses`, of
-each rank, must be the same.
+`reduced=False` tries everything, and checks the notion of states: from one state, or from the same places of
+programs, the same decisions of the next turn lead to the same state. The `courses` of each rank must be the
+same.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from unit.devices.device_turns import Decisions, Known, State, Stuck, Turn, Vain
 
 @dataclass
 class Explored:
-    """`runs`: to their ends; `cut`: those that came to a known state; `states`: those before a turn.
+    """`runs`: complete runs; `cut`: runs that reached a known state; `states`: the states before a turn.
 
-    `known`: where programs were with what a rank may race with, by rank. `courses`: of ranks that have ended,
-    what they came upon and what they put into their streams (`Actor`).
+    `known`: places of programs with a rank's possible races, by rank. `courses`: the findings and stream
+    entries of ranks that have ended (`Actor`).
     """
 
     runs: int = 0
@@ -51,7 +51,7 @@ class Explored:
 
 @dataclass
 class _Decision:
-    """A decision on the way to what is tried next. `turn`: what is known of one about whose turn it is."""
+    """A decision on the path to the next try. `turn`: facts about the decision, if it chooses a turn."""
 
     choice: int
     count: int
@@ -60,7 +60,7 @@ class _Decision:
     vain: list[int] = field(default_factory=list)  # put off
 
     def next(self, *, reduced: bool) -> int | None:
-        """The next choice, None if all have been made that may show something new."""
+        """Return the next choice, or None after the last choice that may show something new."""
         if not reduced or self.turn is None:
             return self.choice + 1 if self.choice + 1 < self.count else None
         tried, able = [*self.tried, self.choice], self.turn.able
@@ -81,10 +81,10 @@ def explore(
 ) -> Explored:
     """Run a program in all orders, at most `most` times.
 
-    `forgets`: a host may find nothing done as often as there is something else to do; otherwise once for each
-    thing. `after`: when orders begin: once all ranks have opened their groups and connected, or have run the
-    program once. `only`: all courses of one rank, before which the others go on as far as they can; not where
-    orders begin at once, since what is in the store may not be found late.
+    `forgets`: a host may find nothing done as often as there is other work; otherwise once for each entry.
+    `after`: when orders begin: once all ranks have opened their groups and connected, or have run the program
+    once. `only`: try all courses of one rank while the others run as far as they can; impossible if orders
+    begin at once, since entries of the store may not be found late.
     """
     explored = Explored()
     path: list[_Decision] = []
@@ -129,7 +129,7 @@ def explore(
 
 
 def _watch(explored: Explored, course: list[tuple[State, int]], path: list[_Decision], reduced: bool) -> Any:
-    """What a run asks before each turn: whether it ends there."""
+    """Return the function by which a run asks, before each turn, whether it ends there."""
     given = len(path)
 
     def ends_in(state: State, made: int) -> bool:
@@ -145,7 +145,7 @@ def _watch(explored: Explored, course: list[tuple[State, int]], path: list[_Deci
 
 
 def _note(path: list[_Decision], made: list[tuple[int, int]], decisions: Decisions) -> None:
-    """Bring the path up to date with what has been decided in a run, or with the first part of that."""
+    """Bring the path up to date with the decisions of a run, or with the first of them."""
     for place, (choice, count) in enumerate(made):
         turn = decisions.turns.get(place)
         if place == len(path):
@@ -157,7 +157,7 @@ def _note(path: list[_Decision], made: list[tuple[int, int]], decisions: Decisio
 
 
 def _put_off(path: list[_Decision], decisions: Decisions, number: int) -> bool:
-    """Go on to another turn; False if all look in vain: then the first one is had after all."""
+    """Choose another turn; return False if all look in vain: then the first turn is taken after all."""
     _note(path, decisions.made[: number + 1], decisions)
     last = path[number]
     last.vain.append(last.choice)
@@ -167,7 +167,7 @@ def _put_off(path: list[_Decision], decisions: Decisions, number: int) -> bool:
 
 
 def _advance(path: list[_Decision], reduced: bool) -> bool:
-    """Go on to the next decisions; False if all have been tried."""
+    """Advance to the next decisions; return False if all have been tried."""
     while path:
         last = path[-1]
         following = last.next(reduced=reduced)
@@ -182,7 +182,7 @@ def _advance(path: list[_Decision], reduced: bool) -> bool:
 def _contradictions(
     leads: dict[Any, Any], course: list[tuple[State, int]], decisions: Decisions
 ) -> list[str]:
-    """Note what the turns of a run lead to; returns those that have led elsewhere before."""
+    """Note the states after the turns of a run; return the turns that led elsewhere before."""
     found = []
     for (state, begin), (after, end) in pairwise(course):
         made = tuple(choice for choice, _ in decisions.made[begin:end])

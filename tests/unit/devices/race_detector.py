@@ -41,7 +41,7 @@ class Detector:
         self._ends: dict[int, int] = {}
 
     def new(self, name: str = "") -> int:
-        """A number for a stream or an event."""
+        """Return a number for a stream or an event."""
         self._ids += 1
         self._names[self._ids] = name
         return self._ids
@@ -53,7 +53,7 @@ class Detector:
         self.handler._handle_event_wait(event, stream)
 
     def order(self, after: int, before: int) -> None:
-        """Order what comes on stream `after` behind all that `before` has."""
+        """Order the future work of stream `after` behind the present work of `before`."""
         state = self.handler.syncs
         state._ensure_stream_exists(after)
         state._ensure_stream_exists(before)
@@ -91,14 +91,14 @@ class Detector:
             self.races.append(" races with ".join(places))
 
     def forget(self, lo: int, hi: int) -> None:
-        """Memory that is not used again."""
+        """Forget memory that is not used again."""
         for atom in self._atoms(lo, hi):
             self.handler._handle_memory_deallocation(atom)
             del self._ends[atom]
             del self._starts[bisect.bisect_left(self._starts, atom)]
 
     def _atoms(self, lo: int, hi: int) -> list[int]:
-        """The atoms of a range, which is split off those that lie across its ends."""
+        """Return the atoms of a range; split the atoms across its ends."""
         if lo >= hi:
             return []
         self._split(lo)
@@ -129,7 +129,7 @@ class Detector:
 
 
 def _place(access: Any) -> str:
-    """The innermost lines of the library in a stack."""
+    """Return the innermost lines of the library in a stack."""
     frames = [f for f in access.stack_trace if "/mcr_plus/" in f.filename or "/tests/" in f.filename]
     own = [f for f in frames if "/mcr_plus/" in f.filename or "/test_" in f.filename] or frames
     return " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in reversed(own[-3:]))

@@ -1,7 +1,7 @@
-"""The library with one ordering of streams left out: every wait, record, query and retention, in turn.
+"""The library without one ordering of streams: each wait, record, query and retention, in turn.
 
-A mutant is made in the running process: the module's source is compiled anew, with one statement replaced by
-its arguments alone, or one query of an event by True, and the function that has it gets the new code.
+A mutant is made in the running process: the module's source is compiled again, with one statement replaced by
+its arguments alone, or one query of an event by True, and the function around it gets the new code.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _CANDIDATE: Final = re.compile(
 
 @dataclass(frozen=True)
 class Mutant:
-    """A statement or query of the library that is left out. `what`: the kind of ordering."""
+    """An omitted statement or query of the library. `what`: the kind of ordering."""
 
     module: str
     line: int
@@ -89,7 +89,7 @@ class Mutant:
 
 
 def _ordering(node: ast.stmt) -> str | None:
-    """The kind of ordering that a statement is, None for another statement."""
+    """Return a statement's kind of ordering, None for another statement."""
     value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
     if not isinstance(value, ast.Call):
         return None
@@ -102,7 +102,7 @@ def _ordering(node: ast.stmt) -> str | None:
     if name == "add" and "retained" not in ast.unparse(function):
         return None
     if name == "follow" and ast.unparse(function.value) == "background":
-        return None  # a function behind a call in the background
+        return None  # a function after a call in the background
     if isinstance(node, ast.Assign) and name != "recorded":
         return None
     return ORDERINGS.get(name)
@@ -113,7 +113,7 @@ def _is_query(node: ast.AST) -> bool:
 
 
 def _mutants_of(name: str, source: str) -> list[Mutant]:
-    """Of the uses of streams in a module."""
+    """Return the mutants of the uses of streams in a module."""
     found, tree = list[Mutant](), ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and (what := _ordering(node)) is not None:
@@ -128,7 +128,7 @@ def _mutants_of(name: str, source: str) -> list[Mutant]:
 
 
 def mutants() -> list[Mutant]:
-    """All of them, in the order of the source."""
+    """Return all mutants in the order of the source."""
     found = list[Mutant]()
     for name in MODULES:
         found += _mutants_of(name, inspect.getsource(importlib.import_module(f"mcr_plus.{name}")))
@@ -136,7 +136,7 @@ def mutants() -> list[Mutant]:
 
 
 def modules_with_orderings() -> set[str]:
-    """The modules of the library that have any, whether they have mutants or not."""
+    """Return the modules of the library with orderings, with or without mutants."""
     package = Path(mcr_plus.__file__).parent
     found = set[str]()
     for folder, _, files in os.walk(package, followlinks=True):
@@ -194,7 +194,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 @contextlib.contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """The library with the mutant. Raises `LookupError` where no function has its line."""
+    """Yield with the mutant in the library. Raises `LookupError` if no function has its line."""
     module = importlib.import_module(f"mcr_plus.{mutant.module}")
     tree = _Without(mutant.line).visit(ast.parse(inspect.getsource(module)))
     compiled = compile(tree, module.__file__ or "", "exec", dont_inherit=True, flags=_FUTURE)

@@ -1,4 +1,4 @@
-"""The codec delta on tensors of a device, beside what `test_races.py` runs in the settings named `delta`."""
+"""The codec delta on tensors of a device; `test_races.py` runs more, in the settings named `delta`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_messages_need_a_library_with_tags() -> None:
 
 
 def test_copies_on_a_device_are_bounded_by_its_memory() -> None:
-    """Half of it, whatever the host has."""
+    """Copies take at most half of it, whatever the host has."""
 
     def kept(rank: Rank) -> list[int]:
         copies, all_of_them = Copies(), [Copy() for _ in range(3)]

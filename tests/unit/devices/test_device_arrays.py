@@ -1,4 +1,4 @@
-"""Arrays of other libraries on a device: how their memory is taken, and what is refused.
+"""Arrays of other libraries on a device: access to their memory, and refused arrays.
 
 The order of their streams is tested in `test_races.py`, in the settings named `arrays`.
 """
@@ -37,7 +37,7 @@ class Interface:
 
 
 class Managed(Interface):
-    """One whose capsule torch refuses, such as CuPy's managed memory."""
+    """An array with a capsule that torch refuses, such as CuPy's managed memory."""
 
     def __dlpack__(self, *, stream: int) -> Any:
         raise BufferError(f"a type of memory that torch has not, {stream}")
@@ -199,7 +199,7 @@ def test_a_message_does_not_wait_for_what_other_streams_follow() -> None:
 
 
 def test_a_call_begins_no_deadline_of_earlier_operations() -> None:
-    """Only who polls or waits begins one: a receive may be there long before its message."""
+    """Only a poll or a wait begins a deadline: a receive may be there long before its message."""
 
     def program(rank: Any) -> list[bool]:
         cupy = rank.library()

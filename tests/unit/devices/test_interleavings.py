@@ -57,7 +57,7 @@ def test_every_order_of_larger_programs(program: Program, name: str, size: int) 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", range(4))
 def test_every_course_of_a_rank_of_two_nodes(rank: int) -> None:
-    """Of the second call; the first one, and that over the host library, have too many."""
+    """Explore the second call; the first call, and calls over the host library, have too many orders."""
     assert explored(one, HIERARCHICAL[0], 4, after="one run", only=rank).is_complete
 
 
@@ -82,7 +82,7 @@ def test_courses_of_one_rank_do_not_depend_on_what_others_are_told(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["nccl, plain", "nccl, fused"])
 def test_reduced_exploration_finds_the_same_states(name: str) -> None:
-    """Beside all runs, which also check that states are what they are taken for."""
+    """The full exploration also checks the notion of states."""
     everything = explored(one, name, 2, reduced=False, forgets=False)
     reduced = explored(one, name, 2, forgets=False)
     assert everything.is_complete

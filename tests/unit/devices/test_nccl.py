@@ -52,7 +52,7 @@ def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_race(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All streams of a test are under torch's race detector."""
+    """Put all streams of a test under torch's race detector."""
     made: list[Simulator] = []
     begin = Simulator.__init__
 
@@ -68,7 +68,7 @@ def _no_race(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Job:
-    """All ranks of a group in this process."""
+    """A group with all its ranks in this process."""
 
     def __init__(
         self, simulator: Simulator, size: int = SIZE, *, without: Sequence[str] = (), timeout: float = 5.0
@@ -184,7 +184,7 @@ def test_native_operations_are_one_call(
     assert {id(out)} <= {id(tensor) for tensor in job.streams[0].kept}
 
 
-# -- what operations mean -------------------------------------------------------------------------
+# -- the meaning of operations -------------------------------------------------------------------------
 
 
 def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -655,7 +655,7 @@ def test_checks_for_background_errors_are_rare(job: Job) -> None:
 
 
 def test_other_errors_fail_the_operations_of_their_link_alone(alone: tuple[Job, NcclChannel]) -> None:
-    """Not that whose poll came upon it, and none is lost."""
+    """The operation whose poll found the error is no exception, and no error is lost."""
     job, channel = alone
     job.simulator.slow = 3
     first = all_reduce(channel)
@@ -747,7 +747,7 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
     small, large = ([torch.ones(count) for _ in range(SIZE)] for count in (4, 5000))
 
     def turn(tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Whether each rank had launched when the call returned."""
+        """Return whether each rank had launched when the call returned."""
         bound = [channel.bind(signed) for channel in channels]
         polls = [start(Message(signed, (t,), (t,))) for start, t in zip(bound, tensors, strict=True)]
         launched = [poll.ready for poll in polls if isinstance(poll, EventPoll)]
@@ -759,7 +759,7 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
 
 
 def test_messages_with_any_of_the_peers_that_are_connected_stay_off_the_background(job: Job) -> None:
-    """As all_to_all_v of a routing that changes: most counts are zero, in other places each time."""
+    """As in all_to_all_v of a changing routing, most counts are zero, in other places each time."""
     channels, random = job.open(), np.random.default_rng(0)
     job.simulator.slow = 1
     signed = signature("all_to_all_v")
@@ -849,7 +849,7 @@ def test_many_operations_in_turn_stay_off_the_background(alone: tuple[Job, NcclC
     job, channel = alone
     assert all_reduce(channel)()
     job.simulator.slow = 10**9  # nothing more gets through there
-    for _ in range(600):  # nobody asks whether they are done
+    for _ in range(600):  # no poll of the operations
         assert all_reduce(channel).ready
     for _ in range(600):
         assert all_reduce(channel)()
@@ -918,7 +918,7 @@ class Threads(FakeStreams):
 def test_an_abort_frees_nothing_that_a_call_in_nccl_uses(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """A peer is silent: the call waits until NCCL is told to end it, or for as long as the peer is silent."""
+    """The call waits for a silent peer until NCCL is told to end it, or until the peer acts."""
     monkeypatch.setattr(link, "_ABORT_WAITS", 0.1)
     can_revoke = version == "with revoke"
     job = Job(Simulator(), 1, without=() if can_revoke else ("ncclCommRevoke",))
@@ -983,7 +983,7 @@ def test_a_failed_communicator_is_aborted_even_in_a_clean_end(alone: tuple[Job, 
     assert job.simulator.closed[-1] == ("abort", 1000)
 
 
-# -- what there is --------------------------------------------------------------------------------
+# -- available features --------------------------------------------------------------------------------
 
 
 def test_registry_has_the_nccl_backend() -> None:
@@ -1051,7 +1051,7 @@ def test_the_real_library() -> None:
 
 
 def on_gpu(rank: int, size: int, path: str) -> dict[str, list[float]]:
-    """The result of each operation on a rank."""
+    """Return the result of each operation on a rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = NcclBackend(World(rank, size, ("host",) * size, 120.0, FileStore(path, size)))
     channel = backend.open(Group("world", tuple(range(size)), rank))
@@ -1076,7 +1076,7 @@ def on_gpu(rank: int, size: int, path: str) -> dict[str, list[float]]:
 
 
 def _doubled_on_gpu(channel: NcclChannel, kind: Kind, rank: int, size: int) -> list[float]:
-    """The result of an operation, doubled by a function chained to it."""
+    """Return the result of an operation, doubled by a function chained to it."""
     count = {"all_gather": 4 * size * size, "reduce_scatter": 4}.get(kind, 4 * size)
     value, out = values(rank, 4 * size).cuda(), torch.zeros(count).cuda()
     if kind == "broadcast":

@@ -1,4 +1,4 @@
-"""Where NCCL is found, in which order, and that doctor names the place."""
+"""Places of NCCL: their order, and the line of doctor that names the place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def test_the_order(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each place comes before those that were there already."""
+    """Each new place comes before the earlier ones."""
     assert finding.library() is None
     places = (
         ("cuda_lib/12.x/nccl/2.9.1/lib/libnccl.so.2", "install_library"),

@@ -28,7 +28,7 @@ def test_no_race_and_the_right_results(name: str) -> None:
 
 
 def caught_by(mutant: Mutant) -> str:
-    """The program that finds what is left out, empty if none does."""
+    """Return the program that finds the mutant, empty if none does."""
     with applied(mutant):
         for seed in (*SEEDS, 2):
             for setting in map(SETTINGS.__getitem__, MODULES[mutant.module]):

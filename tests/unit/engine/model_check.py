@@ -1,13 +1,13 @@
 """An explicit-state model checker for the issuer: every interleaving of a small program, without a GPU.
 
-The model is a copy in miniature of `mcr_plus/dispatch`, with its names. A program is what each rank issues
-and waits for. Two kinds of library are modelled:
+The model is a copy in miniature of `mcr_plus/dispatch`, with its names. A program lists the operations that
+each rank issues and waits for. Two kinds of library are modelled:
 
     H  needs the host, like MPI: an operation advances at a rank only while that rank polls.
     S  runs on a stream, like NCCL: the first operation in a stream occupies it until it is the first at
        every member; the host is not needed.
 
-Each rule of the design can be switched off. What they are in the code:
+Each rule of the design can be switched off. The rules in the code:
 
     one_order              GroupState.sequence and .check_thread: one thread, one number per operation.
                            Here: which programs `programs` makes; off, ranks may issue in different orders.
@@ -15,9 +15,9 @@ Each rule of the design can be switched off. What they are in the code:
                            Off: issuing on H is a blocking call of the library.
     wait_progresses_all    Engine.wait, and so drain, calls Engine.progress: all libraries, all queues. A wait
                            on a stream operation only orders the stream. Off: a wait polls its own operation
-                           (and what that is `after`), and a wait on S blocks the host in the library.
+                           (and its `after`), and a wait on S blocks the host in the library.
     queues                 BackendChannel.pending and Engine.defer: an operation that may not start yet holds
-                           up those behind it on the same group and library. Off: they overtake it.
+                           up later ones on the same group and library. Off: they overtake it.
     stream_per_group       a Channel of a stream library has a stream of its own. Off: one for all groups.
     messages_queue         a send or receive on a stream library is queued like a collective. Off: it
                            overtakes deferred collectives (Operation._bind_p2p), as it may on H, where
@@ -51,9 +51,10 @@ DONE: Final = 4
 class Op(NamedTuple):
     """One operation; its number is its place in `Program.ops`.
 
-    `after` is the number of the operation it depends on, on ranks that take part in that one. `pair` makes
-    it a message between two ranks of the group. `staged`: the tensors of an H operation are on the GPU, so
-    that it starts after what the caller's stream has been told to wait for (`stage_through_host`).
+    `after` is the number of an earlier operation that must be done first, on ranks that take part in the
+    earlier one. `pair` makes the operation a message between two ranks of the group. `staged`: the tensors of
+    an H operation are on the GPU, so it starts after the present work of the caller's stream
+    (`stage_through_host`).
     """
 
     library: Library
@@ -64,7 +65,7 @@ class Op(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a host does next.
+    """The next action of a host.
 
     `wait` is `Work.wait`; `sync` polls `Work.is_completed` until it is; `block` is a synchronisation of the
     user's own (`torch.cuda.synchronize`, `.item()`), during which the library cannot poll.
@@ -102,7 +103,7 @@ class Program:
 
     @cached_property
     def issued(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank, its operations in program order."""
+        """Return each rank's operations in program order."""
         return tuple(tuple(step.op for step in script if step.verb == "issue") for script in self.scripts)
 
     @cached_property
@@ -123,7 +124,7 @@ class Program:
 
     @cached_property
     def at_number(self) -> Mapping[tuple[int, str], Mapping[int, int]]:
-        """Per rank and group, which operation has which sequence number; messages have none."""
+        """Return the operations by sequence number, per rank and group; messages have no number."""
         found: dict[tuple[int, str], dict[int, int]] = {}
         for rank, issued in enumerate(self.issued):
             for group in self.groups:
@@ -152,7 +153,7 @@ class Program:
 
 
 class RankState(NamedTuple):
-    """`queues`: what was handed to each library, per stream or communicator, in that order."""
+    """`queues`: the operations handed to each library, per stream or communicator, in that order."""
 
     pc: int
     status: tuple[int, ...]
@@ -180,8 +181,8 @@ class MispairedError(Exception):
 class Model:
     """The transitions of one program under some rules.
 
-    `autonomous`: queues and libraries advance without any host, which is the ideal machine that decides
-    whether a program makes sense at all.
+    `autonomous`: queues and libraries advance without any host; this ideal machine decides whether a program
+    makes sense at all.
     """
 
     program: Program
@@ -206,7 +207,7 @@ class Model:
         )
 
     def _neighbours(self, number: int, issued: Sequence[int]) -> tuple[int, ...]:
-        """The operations that share a queue with this one, in program order."""
+        """Return the operations that share a queue with this one, in program order."""
         ops = self.program.ops
         line = ops[number].library, ops[number].group
         return tuple(n for n in issued if self._in_lane[n] and (ops[n].library, ops[n].group) == line)
@@ -225,7 +226,7 @@ class Model:
     # -- starting ---------------------------------------------------------------------------------
 
     def _pending(self, state: State, rank: int, number: int) -> Sequence[int]:
-        """What waits in the queue of an operation."""
+        """Return the waiting operations in the queue of an operation."""
         status = state[rank].status
         return [other for other in self._lane[rank][number] if status[other] == DEFERRED]
 
@@ -240,7 +241,7 @@ class Model:
         return True
 
     def _compare(self, state: State, rank: int, number: int) -> Literal["agreed", "waiting", "refused"]:
-        """What the peers have posted under this operation's sequence number."""
+        """Compare the posts of the peers under this operation's sequence number."""
         mine, group = self.program.numbered[rank, number], self.program.ops[number].group
         answer: Literal["agreed", "waiting"] = "agreed"
         for peer in self.program.members[number]:
@@ -252,7 +253,7 @@ class Model:
         return answer
 
     def refuses(self, state: State) -> bool:
-        """Whether a rank has seen a peer post something else: there the engine raises OrderMismatch."""
+        """Return whether a rank has seen a peer's different post: there the engine raises OrderMismatch."""
         return self.program.checked and any(
             here.status[number] == DEFERRED
             and self.program.ops[number].pair is None
@@ -302,7 +303,7 @@ class Model:
     # -- transitions ------------------------------------------------------------------------------
 
     def _host(self, state: State, rank: int) -> State | None:
-        """The next step of a rank's script, if it can be taken."""
+        """Return the next step of a rank's script, if it can be taken."""
         here, script = state[rank], self.program.scripts[rank]
         if here.pc == len(script):
             return None
@@ -319,7 +320,7 @@ class Model:
         return moved if status >= (STARTED if ordered else DONE) else None
 
     def _driven(self, state: State, rank: int) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
-        """Which deferred operations a rank starts, and which H operations it polls, where it stands."""
+        """Return the deferred operations that a rank starts, and the H operations that it polls."""
         here, script = state[rank], self.program.scripts[rank]
         if self.autonomous:
             return _everything, _everything
@@ -342,7 +343,7 @@ class Model:
         return next((op for op in self.program.issued[rank] if here.status[op] != DONE), 0)
 
     def _progress(self, state: State, rank: int) -> Iterator[tuple[str, State]]:
-        """What a rank that polls may advance: its queues, and its part in operations of H."""
+        """Return the possible advances of a polling rank: its queues, and its part in operations of H."""
         starts, polls = self._driven(state, rank)
         if starts is _nothing:
             return
@@ -361,7 +362,7 @@ class Model:
                     yield f"rank {rank} polls {label}", (*state[:rank], here, *state[rank + 1 :])
 
     def _streams(self, state: State) -> Iterator[tuple[str, State]]:
-        """Stream operations that can run: at the head everywhere, and all they wait for done."""
+        """Return the stream operations that can run: first everywhere, with nothing left to wait for."""
         for number, op in enumerate(self.program.ops):
             members = self.program.members[number]
             if op.library == "S" and all(self._at_head(state, rank, number) for rank in members):
@@ -379,7 +380,7 @@ class Model:
         return head == number and all(here.status[op] == DONE for op in self.program.on_stream[rank][number])
 
     def _commutes(self, state: State, rank: int) -> bool:
-        """Whether a rank's next step is an issue whose effect no other transition can change."""
+        """Return whether a rank's next step is an issue that no other transition can affect."""
         here, script = state[rank], self.program.scripts[rank]
         if self.program.checked or here.pc == len(script) or script[here.pc].verb != "issue":
             return False
@@ -390,10 +391,10 @@ class Model:
         return op.after is None or self.program.ops[op.after].library == "H"
 
     def successors(self, state: State, *, reduced: bool = True) -> list[tuple[str, State]]:
-        """All transitions; if `reduced`, one alone where it commutes with all others and stays enabled.
+        """Return all transitions; if `reduced`, a single one that commutes with all others and stays enabled.
 
-        That holds for a stream operation that can run, and for most issues. Polls and starts do not
-        qualify: the chance passes when the host moves on.
+        A stream operation that can run is such a transition, and most issues are. Polls and starts are not:
+        the chance passes when the host moves on.
         """
         found = list(self._streams(state))
         if reduced and found:
@@ -412,7 +413,7 @@ class Model:
         return f"rank {rank}: {verb} {self.program.label(number)}"
 
     def describe(self, state: State) -> str:
-        """Where each rank stands in a state that has no way out."""
+        """Describe the step of each rank in a deadlocked state."""
         words = {NEW: "not issued", DEFERRED: "deferred", STARTED: "started", CONTRIBUTED: "under way"}
         rows = []
         for rank, here in enumerate(state):
@@ -476,7 +477,7 @@ def check(program: Program, rules: Rules = ALL_RULES, *, reduced: bool = True) -
 
 
 def makes_sense(program: Program) -> bool:
-    """Whether the program would finish if all libraries and queues advanced by themselves.
+    """Return whether the program would finish if all libraries and queues advanced by themselves.
 
     Nothing there ever disables anything else, so one run decides. Ranks that issue in different orders are
     left for `check` to judge.
@@ -513,7 +514,7 @@ def script(order: Sequence[int], modes: Mapping[int, Mode]) -> tuple[Step, ...]:
 def operations(
     groups: Mapping[str, tuple[int, ...]], count: int, *, messages: bool
 ) -> Iterator[tuple[Op, ...]]:
-    """All lists of `count` operations; at most one of them comes after an earlier one.
+    """Return all lists of `count` operations; at most one of them has an `after`.
 
     `messages`: with sends and receives between the first two ranks of a group, too.
     """
@@ -540,7 +541,7 @@ def _canonical(groups: Mapping[str, tuple[int, ...]], used: Sequence[str]) -> bo
 
 
 def orders(ops: Sequence[Op], mine: Sequence[int], *, one_order: bool) -> list[tuple[int, ...]]:
-    """The orders in which a rank may issue: `after` looks back; a group keeps its order if `one_order`."""
+    """Return a rank's orders of issue: `after` points back; a group keeps its order if `one_order`."""
 
     def allowed(order: tuple[int, ...]) -> bool:
         place = {number: index for index, number in enumerate(order)}
@@ -559,7 +560,7 @@ def orders(ops: Sequence[Op], mine: Sequence[int], *, one_order: bool) -> list[t
 
 
 def scripts(ops: Sequence[Op], mine: Sequence[int], *, one_order: bool) -> list[tuple[Step, ...]]:
-    """Every way in which a rank may issue its operations and wait for each at once or only at the end.
+    """Return every way to issue a rank's operations and wait for each at once or only at the end.
 
     The last one is left to `drain`, which would be the next step anyway.
     """
@@ -601,7 +602,7 @@ def programs(
 def spmd_programs(
     groups: Mapping[str, tuple[int, ...]], count: int, *, checked: bool = False
 ) -> Iterator[Program]:
-    """Every program of `count` collectives in which all ranks, members of all groups, do the same."""
+    """Return every program of `count` collectives in which all ranks, members of all groups, do the same."""
     ranks = len(next(iter(groups.values())))
     order = list(range(count))
     for ops in operations(groups, count, messages=False):
@@ -612,7 +613,7 @@ def spmd_programs(
 
 
 def sample(groups: Mapping[str, tuple[int, ...]], count: int, random: Random) -> Program:
-    """A random program that makes sense: waits anywhere, messages, signature checks, CPU tensors."""
+    """Return a random program that makes sense: waits anywhere, messages, signature checks, CPU tensors."""
     ranks = range(1 + max(max(members) for members in groups.values()))
     while True:
         ops = tuple(_random_op(groups, number, random) for number in range(count))

@@ -116,7 +116,7 @@ KNOWN: Final[dict[str, tuple[Program, Outcome, str]]] = {
         "mismatch",
         "rank 1: #1 H(a) paired with rank 0's #0 H(a)",
     ),
-    # The classic: one rank blocks inside MPI before it has launched what the other waits for on NCCL.
+    # The classic: one rank blocks inside MPI before it launches the NCCL operation that the other waits for.
     "issue_never_blocks": (
         program([H_A, S_B], "+0 +1", "+1 s1 +0"),
         "deadlock",
@@ -128,7 +128,7 @@ KNOWN: Final[dict[str, tuple[Program, Outcome, str]]] = {
         "deadlock",
         "rank 0 stands at sync #1 S(b): #0 started, #1 started; rank 1 stands at wait #0 H(a): #0 under way",
     ),
-    # A compressed all_reduce and a plain one behind it: where the data is late, the plain one overtakes.
+    # A compressed all_reduce and a plain one after it: on the rank with late data the plain one overtakes.
     "queues": (
         program([H_B, Op("H", "a", after=0), H_A], "+0 +1 +2", "+0 w0 +1 +2"),
         "mismatch",
@@ -140,7 +140,7 @@ KNOWN: Final[dict[str, tuple[Program, Outcome, str]]] = {
         "deadlock",
         "rank 0 stands at drain: #0 started, #1 started; rank 1 stands at drain: #1 started, #0 started",
     ),
-    # The first all_reduce waits for its peer's signature; the send behind it takes the stream.
+    # The first all_reduce waits for its peer's signature; the send after it takes the stream.
     "messages_queue": (
         program([S_A, Op("S", "a", pair=(0, 1))], "+0 +1", "+0 +1", checked=True),
         "deadlock",
@@ -191,7 +191,7 @@ def test_compared_signatures_turn_every_wrong_order_into_an_error() -> None:
 
 def test_a_synchronisation_of_the_users_own_is_safe_where_ranks_wait_alike() -> None:
     assert check(program([H_A, S_B], "+0 +1 w1 b1", "+0 +1 w1 b1")).outcome == "fine"
-    # Rank 0 sits in `.item()`, where nothing polls for the operation that rank 1 waits for first.
+    # Rank 0 sits in `.item()` and does not poll the operation that rank 1 waits for first.
     verdict = check(program([H_A, S_B], "+0 +1 w1 b1", "+0 w0 +1"))
     assert verdict.outcome == "deadlock"
     assert verdict.trace[-1].startswith("rank 0 stands at block #1 S(b)")
@@ -206,7 +206,8 @@ def test_comparing_a_first_signature_makes_the_wait_for_a_stream_operation_block
 
 
 def test_comparing_first_signatures_reorders_groups_on_a_shared_stream() -> None:
-    # Same program on both ranks. Libraries or devices that run one communicator at a time are such a stream.
+    # Both ranks have the same program. Libraries or devices that run one communicator at a time are such a
+    # stream.
     case = program([S_A, S_B], "+0 +1", "+0 +1")
     assert check(case, without("stream_per_group")).outcome == "fine"
     assert check(replace(case, checked=True), without("stream_per_group")).outcome == "deadlock"

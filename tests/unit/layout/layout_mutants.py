@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 def found(parts: Mapping[int, ExchangePart], source: Layout, target: Layout) -> str | None:
-    """What the ranks' proofs say of an exchange, as `plan` asks them; None if they see nothing wrong."""
+    """Return the error of the ranks' proofs of an exchange, asked like `plan`; None without an error."""
     ranks = np.array(sorted(parts))
     for part in parts.values():
         wrong = proof.check(part, source, target)
@@ -35,7 +35,7 @@ def found(parts: Mapping[int, ExchangePart], source: Layout, target: Layout) -> 
 def mutants(
     parts: Mapping[int, ExchangePart], source: Layout, target: Layout, random: np.random.Generator
 ) -> Iterator[tuple[str, Parts]]:
-    """Of each kind of mistake that this exchange can have one, at random places, with its name."""
+    """Return one mistake of each kind possible in this exchange, at random places, with its name."""
     owners = {"receives": target.owners, "sends": source.owners}
     counts = {"receives": len(target.owners), "sends": len(source.owners)}
     ranks = sorted(parts)
@@ -85,7 +85,7 @@ def mutants(
 
 
 def _like(rows: BoxRows, at: int) -> NDArray[np.bool_]:
-    """The rows of the same box and addend."""
+    """Return the rows of the same box and addend."""
     words = np.column_stack([rows.addends, *rows.boxes])
     return np.asarray((words == words[at]).all(axis=1), bool)
 
@@ -93,7 +93,7 @@ def _like(rows: BoxRows, at: int) -> NDArray[np.bool_]:
 def _is_as_good(
     source: Layout, target: Layout, side: Side, rows: BoxRows, at: int, piece: int, rank: int
 ) -> bool:
-    """Whether a row could as well come from another box of the rank: a source may hold elements twice."""
+    """Return whether a row could also come from another box of the rank: a source may hold elements twice."""
     layout = source if side == "sends" else target
     inside = (layout.held.lows[piece] <= rows.boxes.lows[at]).all() and (
         rows.boxes.highs[at] <= layout.held.highs[piece]
@@ -131,7 +131,7 @@ def _of_both(
             return some._replace(boxes=list(_shifted(some.boxes, one, shape))[index][1])
 
         yield f"both: {name}", both(shifted)
-    # Received twice, the second time into a box of another rank.
+    # A row is received twice, the second time into a box of another rank.
     (foreign,) = (target.owners != receiver).nonzero()
     if len(foreign):
         again = double[receiver].receives
@@ -197,7 +197,7 @@ def _addend(rows: BoxRows, at: int) -> BoxRows:
 
 
 def _shifted(boxes: Boxes, at: int, shape: tuple[int, ...]) -> Iterator[tuple[str, Boxes]]:
-    """A box that lies elsewhere, or is one smaller or larger."""
+    """Return a box that lies elsewhere, or is smaller or larger by one."""
     for dim in range(len(shape)):
         for name, low, high in (("shifted", 1, 1), ("shifted", -1, -1), ("larger", 0, 1), ("smaller", 1, 0)):
             lows, highs = boxes.lows.copy(), boxes.highs.copy()
@@ -210,7 +210,7 @@ def _shifted(boxes: Boxes, at: int, shape: tuple[int, ...]) -> Iterator[tuple[st
 
 
 def native_mutants(native: NativeCollective) -> Iterator[tuple[str, NativeCollective]]:
-    """Of a native collective all mistakes of a kind, a group or a member."""
+    """Return all mistakes of a native collective in its kind, group or members."""
     groups = native.groups
     kinds: tuple[NativeKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
     for kind in kinds:

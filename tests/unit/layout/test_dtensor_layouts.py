@@ -30,7 +30,7 @@ MESHES = [(2,), (3,), (2, 2), (2, 3), (4, 2)]
 
 @contextmanager
 def rank_of(rank: int, size: int) -> Iterator[None]:
-    """Be a rank of a job whose other ranks do not exist."""
+    """Be a rank of a job without other ranks."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -43,7 +43,7 @@ def values(*shape: int) -> torch.Tensor:
 
 
 def local(layout: Layout, rank: int, whole: torch.Tensor) -> torch.Tensor:
-    """What a layout says that a rank has of a tensor."""
+    """Return a rank's part of a tensor according to a layout."""
     shape = layout.local_shape(rank)
     assert shape is not None
     found = torch.full(shape, -1.0)
@@ -58,7 +58,7 @@ def local(layout: Layout, rank: int, whole: torch.Tensor) -> torch.Tensor:
 def check(
     shape: tuple[int, ...], mesh: tuple[int, ...], all_placements: Sequence[Sequence[Placement]]
 ) -> None:
-    """That layouts of tensors that torch has distributed say where it has put them."""
+    """Check that layouts of torch's distributed tensors describe the places of their elements."""
     size, whole = int(np.prod(mesh)), values(*shape)
     for rank in range(size):
         with rank_of(rank, size):
@@ -103,7 +103,7 @@ def test_strided_shards(mesh: tuple[int, ...], placements: list[Placement]) -> N
 @pytest.mark.parametrize("rows", [12, 9, 7, 1])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_fsdp2_over_tensor_parallel(rows: int, dim: int) -> None:
-    """Of 7 rows the last rank of 3 x 2 has one, where a list of strided indices would have it elsewhere."""
+    """The last rank of 3 x 2 has one of 7 rows; with a list of strided indices another rank would have it."""
     whole = values(rows, rows)
     for rank in range(6):
         with rank_of(rank, 6):
@@ -123,7 +123,7 @@ def test_fsdp2_over_tensor_parallel(rows: int, dim: int) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("dp", ["S0", "R"]), ("tp", ["R", "S0"])])
 def test_a_part_of_a_mesh(name: str, expected: list[str]) -> None:
-    """All ranks get the layout on the whole mesh, and each of its own part alone without it."""
+    """All ranks get the layout on the whole mesh; without the mesh each gets the layout of its own part."""
     whole = values(7, 5)
     alone = set()
     for rank in range(6):

@@ -1,4 +1,4 @@
-"""What DTensor's own plans receive, counted by hand."""
+"""Bytes that DTensor's own plans receive, counted by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcr_plus.layout.program import bound
         ((8, 8), (4,), "S0", "R", 4 * 48, 48),  # everything but the own 16
         ((8, 8), (4,), "P", "R", 4 * 96, 96),  # 2 * 3/4 of 64
         ((8, 8), (4,), "P(max)", "S1", 4 * 48, 48),  # 16 of each of three others
-        ((8, 8), (4,), "S0", "S1", 4 * 12, 12),  # 16, of which it has 4
+        ((8, 8), (4,), "S0", "S1", 4 * 12, 12),  # 16, and it has 4 of them
         ((8, 8), (4,), "R", "S1", 0, 0),
         ((8, 8), (4,), "S0", "S0", 0, 0),
         ((7, 5), (3,), "S0", "R", 2 * 35, 30),  # 3, 3 and 1 of the rows are there already

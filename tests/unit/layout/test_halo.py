@@ -39,7 +39,7 @@ WIDTHS = (((0,), (0,)), ((1,), (1,)), ((2, 0, 1), (0, 1, 2)), ((5,), (3,)), ((11
 
 
 def box_of(layout: Layout, rank: int) -> list[tuple[int, int]] | None:
-    """The borders of a rank's box; None if it is empty."""
+    """Return the borders of a rank's box; None if it is empty."""
     pieces = layout.pieces(rank)
     if not len(pieces):
         return None
@@ -50,7 +50,7 @@ def box_of(layout: Layout, rank: int) -> list[tuple[int, int]] | None:
 def index_of(
     layout: Layout, rank: int, before: Sequence[int], after: Sequence[int], periodic: bool
 ) -> list[Array]:
-    """The global index of every local index, in each dimension, without the library."""
+    """Return the global index of every local index, in each dimension, without the library."""
     box = box_of(layout, rank)
     assert box is not None
     found = []
@@ -79,7 +79,7 @@ def view(layout: Layout, rank: int, local: Array, pieces: Array, boxes: Boxes) -
 
 
 def execute(source: Layout, target: Layout, locals_: Locals) -> Locals:
-    """Run the direct plan of all ranks, proved; every rank starts with what no layout has."""
+    """Run the direct plan of all ranks, proved; every rank starts with values that no layout has."""
     exchange = LayoutExchange(source, target, 8)
     parts = {rank: exchange.part(rank) for rank in {*source.ranks, *target.ranks}}
     found = {rank: np.full(shape, -1, np.int64) for rank, shape in target.locals.items()}
@@ -117,7 +117,7 @@ CASES = [
     for name, layout in LAYOUTS.items()
     for before, after in WIDTHS
     for periodic in (False, True)
-    # Thousands of boxes; those of two dimensions are wrapped as often.
+    # There are thousands of boxes; boxes of two dimensions are wrapped as often.
     if not (periodic and len(layout.shape) == 3 and max(*before, *after) > 2)
 ]
 
@@ -162,7 +162,7 @@ def test_halos_are_slices_of_the_whole_and_return_to_their_owners(
     ],
 )
 def test_copies_are_added_in_the_order_of_ranks(number: int, width: int, orders: list[list[int]]) -> None:
-    """So that sums have the same bits on all replicas."""
+    """Then sums have the same bits on all replicas."""
     layout = Layout.sharded((2 * number,), range(number), 0)
     halo = Halo(layout, layout.with_halo(width, width))
     copies, layers, _ = halo._back
@@ -176,7 +176,7 @@ def test_copies_are_added_in_the_order_of_ranks(number: int, width: int, orders:
 
 @pytest.mark.parametrize("periodic", [False, True])
 def test_a_halo_is_received_once_from_the_ranks_that_it_spans(periodic: bool) -> None:
-    """What a rank receives is what its box with the halo has beyond its own, each element once."""
+    """A rank receives the elements of its halo beyond its own box, each once."""
     layout = Layout.sharded((12, 3), range(6), 0)
     exchange = LayoutExchange(layout, layout.with_halo((3, 0), (5, 0), periodic), 8)
     for rank in range(6):
@@ -226,7 +226,7 @@ def test_halos_of_halos_are_wider_halos() -> None:
 
 
 def test_combinations_of_periodic_halos_agree_with_torch() -> None:
-    """Circular padding of torch, where it allows as much, is what all ranks together have."""
+    """All ranks together have torch's circular padding, up to the width that torch allows."""
     layout = LAYOUTS["one rank"]
     x = torch.arange(12.0).view(1, 1, 4, 3)
     for left, right in itertools.product(((1, 2), (0, 0), (4, 3)), repeat=2):

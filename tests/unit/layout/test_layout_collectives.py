@@ -1,4 +1,4 @@
-"""Native collectives as plans: what a rank does in them, and the proof that they lead to the target."""
+"""Native collectives as plans: a rank's part in them, and the proof that they lead to the target."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_collectives_take_no_more_than_there_is_room_for() -> None:
     assert not room.has(one, *layouts, 4)
     comm.attached[GROUPS] = {((rank,),): None for rank in range(40)}
     assert not Room(comm, None).has(one, *layouts, 4)  # which opens another one
-    assert Room(comm, None).has(rows[2], rows[0].layout, rows[1].layout, 4)  # whose group is all of it
+    assert Room(comm, None).has(rows[2], rows[0].layout, rows[1].layout, 4)  # the group is the whole job
     comm.attached[GROUPS][one.groups] = None
     assert Room(comm, None).has(one, *layouts, 4)
 

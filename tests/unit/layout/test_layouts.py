@@ -35,7 +35,7 @@ MESHES: Final = (
 FROM: Final = ("R", "P", "S0", "S1", "S2")
 TO: Final = ("R", "S0", "S1", "S2")
 SHAPES: Final = ((5, 4, 3), (4, 6, 8), (1, 7, 2), (13, 2, 3))
-SMALL, LARGE, FAT = 4, 1 << 12, 1 << 16  # of which nothing, large regions, and nearly all are cut
+SMALL, LARGE, FAT = 4, 1 << 12, 1 << 16  # nothing, large regions, and nearly all regions are cut
 SETTINGS: Final[Sequence[Setting]] = (
     (SMALL, 1, 0), (FAT, 1, 1), (LARGE, 2, 0), (FAT, 2, 0), (LARGE, 1, 0), (FAT, 3, 2)
 )  # fmt: skip
@@ -52,7 +52,7 @@ def nodes_for(ranks: Sequence[int], nodes: int) -> Ints | None:
 
 
 def judge(source: Side, target: Side, setting: Setting, proves: bool = True) -> dict[str, oracle.Traffic]:
-    """Execute all programs of a pair on all ranks, and compare volumes with bounds; return what was moved.
+    """Execute all programs of a pair on all ranks, and compare volumes with bounds; return the moved bytes.
 
     `proves`: check places in local tensors and the library's own proof too, which take longest.
     """
@@ -90,7 +90,7 @@ def judge(source: Side, target: Side, setting: Setting, proves: bool = True) -> 
             assert traffic.total >= least.total, where
             continue
         received = {rank: sum(step.get(rank, 0) for step in traffic.received) for rank in target.tensors}
-        assert received == expected, where  # what no plan can do without, and no more
+        assert received == expected, where  # the minimum of any plan, and no more
         if program.name == "gather" and nodes is not None:
             for node, size in traffic.entering(nodes).items():
                 assert size <= 1.02 * least.entering[node], where
@@ -98,14 +98,14 @@ def judge(source: Side, target: Side, setting: Setting, proves: bool = True) -> 
 
 
 def judge_survey(source: Side, target: Side, itemsize: int, nodes: Ints | None) -> None:
-    """That what the command prints of a pair is proved, and no program counts less than it must move."""
+    """Check that the command's plans of a pair are proved, and no program counts less than the minimum."""
     for outcome in survey(source.layout, target.layout, itemsize, nodes).outcomes:
         assert outcome.wrong is None
         assert int(outcome.received.sum()) >= oracle.least_total(source, target) * itemsize
 
 
 def pairs(mesh: tuple[int, ...]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """All placements of a source and a target on a mesh."""
+    """Return all placements of a source and a target on a mesh."""
     return list(
         itertools.product(itertools.product(FROM, repeat=len(mesh)), itertools.product(TO, repeat=len(mesh)))
     )
@@ -130,7 +130,7 @@ def test_some_pairs_on_a_mesh(mesh: tuple[int, ...]) -> None:
 
 
 def the_rest_by_hand(count: int) -> list[Any]:
-    """Numbers of which only the first is part of `make test-all`."""
+    """Return numbers; only the first is part of `make test-all`."""
     return [pytest.param(number, marks=[pytest.mark.slow] if number else []) for number in range(count)]
 
 
@@ -217,7 +217,7 @@ def test_tensors_without_elements_move_nothing(shape: tuple[int, ...]) -> None:
 
 
 def test_ranks_without_elements_take_part() -> None:
-    """More ranks than slices, and slices of no size."""
+    """There are more ranks than slices, and empty slices."""
     target = oracle.mesh((3, 5), range(7), ["S0"])
     assert target.layout.local_shape(6) == (0, 5)
     for source in (
@@ -264,7 +264,7 @@ def one_box(draw: st.DrawFn, shape: tuple[int, ...], least: int = 0) -> list[tup
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[list[tuple[int, int]]]:
-    """A tensor cut again and again, across any dimension."""
+    """Return the boxes of a tensor cut again and again, across any dimension."""
     parts = [[(0, size) for size in shape]]
     for _ in range(draw(st.integers(0, most))):
         at, dim = draw(st.integers(0, len(parts) - 1)), draw(st.integers(0, max(0, len(shape) - 1)))
@@ -279,7 +279,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[l
 
 @st.composite
 def sources(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
-    """Boxes that hold everything, some more than once, in part or whole, in any order."""
+    """Return boxes that together hold every element, some more than once, in any order."""
     listed: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in draw(ranks_of())}
     for box in draw(partitions(shape)):
         for rank in draw(st.sets(st.sampled_from(sorted(listed)), min_size=1, max_size=3)):
@@ -291,7 +291,7 @@ def sources(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
 
 @st.composite
 def targets(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
-    """Any boxes, which may be equal, overlap, be empty, or leave gaps."""
+    """Generate boxes that may be equal, overlap, be empty, or leave gaps."""
     listed: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in draw(ranks_of())}
     pool = [draw(one_box(shape)) for _ in range(draw(st.integers(1, 4)))] + draw(partitions(shape, 2))
     for rank in sorted(listed):
@@ -318,7 +318,7 @@ def test_any_boxes_to_any_others(data: st.DataObject) -> None:
 
 @st.composite
 def flats(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
-    """Runs of the flattened tensor, dealt to ranks in any order."""
+    """Return runs of the flattened tensor, dealt to ranks in any order."""
     volume = math.prod(shape)
     ranks = draw(ranks_of())
     cuts = sorted({0, volume, *draw(st.lists(st.integers(0, volume), max_size=6))})
@@ -374,7 +374,7 @@ def test_any_kind_of_layout_to_any_other(data: st.DataObject) -> None:
 
 
 def cheapest(source: Side, target: Side, itemsize: int) -> tuple[ExchangeProgram, oracle.Traffic]:
-    """The program that a job on one node would take of those that consist of exchanges, and what it moves."""
+    """Return the program of exchanges that a job on one node would take, and the bytes that it moves."""
     ranks = sorted({*source.tensors, *target.tensors})
     some = exchanges(source.layout, target.layout, itemsize)
     times = []
@@ -389,7 +389,7 @@ def cheapest(source: Side, target: Side, itemsize: int) -> tuple[ExchangeProgram
 @pytest.mark.short("2x2]")
 @pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 3), (4, 2)], ids=by_name)
 def test_sums_receive_little_more_than_any_plan_must(mesh: tuple[int, ...]) -> None:
-    """The cheapest plan may move more than the least, where few ranks could sum what they need themselves."""
+    """The cheapest plan may move more than the minimum if few ranks could sum their needs themselves."""
     ratios = []
     ranks = np.arange(math.prod(mesh)).reshape(mesh)
     known = [pair for pair in pairs(mesh) if "P" in pair[0]]
@@ -419,7 +419,7 @@ def test_a_sum_for_one_rank_is_computed_by_all() -> None:
 
 
 def sender_ratios(mesh: tuple[int, ...], number: int, itemsize: int = FAT) -> list[float]:
-    """How much more the fullest sender of direct plans sends than a linear program says it must."""
+    """Return the ratio of the fullest sender's load in direct plans to the minimum of a linear program."""
     ratios = []
     ranks = np.arange(math.prod(mesh)).reshape(mesh)
     known = [pair for pair in pairs(mesh) if "P" not in pair[0]]
@@ -441,7 +441,7 @@ def test_senders_share_the_work_nearly_as_a_linear_program(mesh: tuple[int, ...]
 
 
 def test_senders_of_any_boxes_share_the_work_within_limits() -> None:
-    """Holders of a region send alike, whatever else they send: more than a linear program needs."""
+    """Holders of a region send equal shares, whatever else they send: more than a linear program needs."""
     random = np.random.default_rng(0)
     ratios = []
     for _ in range(30):
@@ -462,7 +462,7 @@ def test_senders_of_any_boxes_share_the_work_within_limits() -> None:
 
 
 def test_chosen_plans_send_no_more_into_a_node_than_it_lacks() -> None:
-    """Also where the ranks of a node lack unequal numbers of elements, or not all of its ranks lack any."""
+    """This also holds if the ranks of a node lack different numbers of elements, or some lack none."""
     some = [each for each in pairs((2, 3)) if "P" not in each[0]]
     for at in sample(len(some), examples(100)):
         source, target = (oracle.mesh((6, 7, 5), np.arange(6).reshape(2, 3), each) for each in some[at])
@@ -497,7 +497,7 @@ def test_boxes_missing_on_many_ranks_enter_each_node_once() -> None:
 
 @pytest.mark.parametrize("most", [0, 1 << 13])
 def test_ranks_are_served_from_their_own_node(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By holders of many regions, whose demands are not cut, too."""
+    """Holders of many regions serve them, too; their demands are not cut."""
     monkeypatch.setattr(messages, "_MOST", most)
     grid, nodes = np.arange(8).reshape(2, 4), np.arange(8) // 4
     source = oracle.mesh((8, 16), grid, ["R", "S0"])  # each node has all
@@ -561,7 +561,7 @@ def test_the_oracle_finds_every_mutant_that_changes_a_result() -> None:
             parts = {rank: all_parts[rank][at] for rank in ranks}
             for name, mutant in mutants(parts, step.source, step.target, np.random.default_rng(at)):
                 if "another box" in name or "foreign" in name:
-                    continue  # where it lies in memory: check_places
+                    continue  # the place in memory: check_places
                 mixed = {
                     rank: [*all_parts[rank][:at], mutant[rank], *all_parts[rank][at + 1 :]] for rank in ranks
                 }

@@ -29,7 +29,7 @@ def fill(output: torch.Tensor, collect: Callable[[], list[Any]]) -> None:
 
 
 class _Exchange:
-    """What all ranks have posted, by the number of the operation."""
+    """The posts of all ranks, by the number of the operation."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,7 +38,7 @@ class _Exchange:
         self.after: _Exchange | None = None
 
     def without(self, size: int) -> _Exchange:
-        """The exchange of the world after this one."""
+        """Return the exchange of the world after this one."""
         with self.changed:
             self.after = self.after or _Exchange(size)
             return self.after
@@ -58,7 +58,7 @@ class _Exchange:
 
 
 class Simulated:
-    """One rank's communicator. `spoil`: what this rank makes of the mean of a pseudo-gradient."""
+    """One rank's communicator. `spoil`: changes this rank's mean of a pseudo-gradient."""
 
     name = "world"
 
@@ -76,7 +76,7 @@ class Simulated:
         return self.succession.successor or self
 
     def lose(self, rank: int) -> None:
-        """Go on without a rank, as `mcr.shrink` does; on all others, each of which makes the same of it."""
+        """Continue without a rank, like `mcr.shrink`; all other ranks make the same call."""
         self.state.revoked = True
         left = [each for each in self.ranks if each != rank]
         exchange = self._exchange.without(len(left))
@@ -113,11 +113,11 @@ class Simulated:
         tensor.copy_(self._start("broadcast", tensor.clone())()[src])
 
     def progress(self) -> None:
-        """Nothing is to be driven."""
+        """Drive nothing."""
 
 
 def on_simulated_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
-    """What `function(communicator, *arguments)` returns on each rank; raises the first error."""
+    """Return the results of `function(communicator, *arguments)` by rank; raise the first error."""
     exchange = _Exchange(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         started = [pool.submit(function, Simulated(exchange, rank), *arguments) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""What `mcr.local` and `step` take and refuse, on simulated ranks."""
+"""Valid and refused arguments of `mcr.local` and `step`, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SGD = torch.optim.SGD
 
 @pytest.mark.long
 def test_a_scaler_makes_the_inner_step_and_its_skipped_steps_count() -> None:
-    """Powers of two scale exactly; of a step whose gradients overflow on one rank nothing is taken there."""
+    """Powers of two scale exactly; a rank skips a step whose gradients overflow there."""
 
     def train(comm: Any, scaled: bool, warmup: int) -> Any:
         model = Quadratic(comm.rank)
@@ -126,7 +126,7 @@ def test_settings_that_are_refused(changed: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("outer", "text"),
     [
-        # Made by the test: the first optimizer of a process imports torch's compiler.
+        # The test makes it, because the first optimizer of a process imports torch's compiler.
         (lambda: SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "outer: expected a class of optimizers"),
         (lambda: "sgd", "outer: expected a class of optimizers"),
         (lambda: lambda _: None, "outer: expected it to return an optimizer, got NoneType"),
@@ -230,7 +230,7 @@ def test_ranks_that_have_made_other_numbers_of_steps() -> None:
     def train(comm: Any) -> None:
         model = Quadratic(0)
         local = made(comm, model, every=3)
-        local.steps += comm.rank  # as one that was restored from another step
+        local.steps += comm.rank  # like a run restored from another step
         for _ in range(3):
             local.step()
 

@@ -24,7 +24,7 @@ SGD = torch.optim.SGD
 def course(
     comm: Any, steps: int, outer: Any, tokens: list[int] | None, changed: dict[str, Any]
 ) -> list[tuple[list[float], list[float]]]:
-    """Parameters and outer parameters after each step."""
+    """Return the parameters and outer parameters after each step."""
     model = Quadratic(comm.rank)
     local = made(comm, model, outer, **changed)
     found = []
@@ -37,7 +37,7 @@ def course(
 
 
 def begun(comm: Any, states: Any, changed: dict[str, Any]) -> list[float]:
-    """The outer parameters of a run that is restored and goes on with the next step."""
+    """Return the outer parameters of a run that is restored and continues with the next step."""
     model = Quadratic(comm.rank)
     local = made(comm, model, **changed)
     load((model, local.inner, local), copy.deepcopy(states))
@@ -397,7 +397,7 @@ def test_finish_sends_what_a_gate_holds_back_but_for_an_exact_end() -> None:
             local.step()
         with torch.no_grad():
             model.weight[1] -= 1.0 * comm.rank
-        local.fragments[0].tokens = 1.0  # as if a step had been made that is not due to be sent
+        local.fragments[0].tokens = 1.0  # like a step that is not due to be sent
         local.finish(exact=exact)
         assert outer_values(local) == model.weight.view(-1).tolist()
         assert (local.fragments[0].residual is None) == (not exact)
@@ -448,6 +448,6 @@ def test_a_digest_sees_order_and_differences_that_add_up_to_nothing() -> None:
 def test_rounding_to_a_shorter_dtype_is_nothing_that_was_learned() -> None:
     param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     fragment = Fragment(0, [("w", param)], partial(torch.optim.SGD, lr=1.0), torch.float32)
-    fragment.apply(torch.full((4,), -(2.0**-10)), 1.0)  # below what bfloat16 shows near 1
+    fragment.apply(torch.full((4,), -(2.0**-10)), 1.0)  # below the resolution of bfloat16 near 1
     assert fragment.anchor.tolist() == [1 + 2.0**-10] * 4
     assert fragment.pseudo_gradient(None).tolist() == [0.0] * 4

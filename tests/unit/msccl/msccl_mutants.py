@@ -86,7 +86,7 @@ def chunks_mutants(chunks: Chunks) -> Iterator[tuple[str, Chunks]]:
             yield "space", replace(chunks, space=space)
 
 
-# --- Steps come and go; dependencies follow the steps they meant, where these are left ---------------------
+# --- Add or remove steps; dependencies still name their steps, if these remain -----------------------------
 
 
 def without(algorithm: Algorithm, rank: int, number: int, index: int) -> Algorithm:

@@ -28,7 +28,7 @@ def check(text: str, *, in_place: bool, seeds: int, slots: int = 2) -> None:
 
 
 class _Memory:
-    """Buffers of one rank for one tile; what a call does not give holds garbage."""
+    """Buffers of one rank for one tile; buffers that a call does not give hold garbage."""
 
     def __init__(self, kind: str, rank: int, ranks: int, chunks: int, root: int, scratch: int, place: bool):
         part = chunks // ranks
@@ -56,7 +56,7 @@ class _Job:
         self.chunks = int(root.attrib["nchunksperloop"])
         self.root = int(root.attrib.get("root", 0))
         self.in_place, self.rng, self.slots = in_place, rng, slots
-        # Receiving and sending on may be one act of an executor, or two.
+        # An executor may receive and forward in one action, or in two.
         self.split = rng.random() < 0.5
         gpus = list(root)
         np.random.seed(rng.randrange(1 << 31))
@@ -77,7 +77,7 @@ class _Job:
         self.by_id = {(thread.rank, thread.number): thread for thread in self.threads}
 
     def run(self) -> None:
-        """Advance thread blocks by random priorities, which now and then change."""
+        """Advance thread blocks by random priorities that sometimes change."""
         priority = {id(thread): self.rng.random() for thread in self.threads}
         steady = self.rng.random() < 0.7
         while live := [thread for thread in self.threads if thread.tile < TILES]:
@@ -121,7 +121,7 @@ class _Job:
         return True
 
     def compute(self, memory: _Memory, step: dict[str, str], data: Any) -> Any:
-        """Do a step on memory; returns what it may send."""
+        """Do a step on memory; return the data that it may send."""
         kind, count = step["type"], int(step["cnt"])
         source = slice(int(step["srcoff"]), int(step["srcoff"]) + count)
         target = slice(int(step["dstoff"]), int(step["dstoff"]) + count)

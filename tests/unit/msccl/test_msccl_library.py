@@ -33,7 +33,7 @@ SUM = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, device="cuda"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("MSCCL_ALGO_DIR", "")  # so that what is set is taken back
+    monkeypatch.setenv("MSCCL_ALGO_DIR", "")  # the setting is undone
     monkeypatch.delenv("MSCCL_ALGO_DIR")
     write_algorithm(samples.ring(2), tmp_path / "mine.xml")
     yield tmp_path

@@ -278,7 +278,7 @@ def test_a_file_with_too_many_elements_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(reader, "MAX_ELEMENTS", 1000)
     assert parse(PAIR)
     with pytest.raises(ConfigError) as error:
-        parse("<algo>\n" + "<gpu/>\n" * 100_000)  # and no further: what is not closed is not seen
+        parse("<algo>\n" + "<gpu/>\n" * 100_000)  # and no further: an open element is not seen
     assert str(error.value) == "it.xml:1001: algo: gpu is element 1001, expected at most 1000 of a file"
 
 

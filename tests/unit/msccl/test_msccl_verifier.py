@@ -1,4 +1,4 @@
-"""The verifier: its proofs, its refusals with their texts, and mutants, all of which it refuses."""
+"""The verifier: its proofs, its refusals with their texts, and mutants, which it must all refuse."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mcr_plus.msccl.verifier import Report, verify, verify_all
 from mcr_plus.msccl.well_formed import structure_problems
 from mcr_plus.msccl.writer import algorithm_text
 
-# Files as they are found: attributes left out, a comment first, and references of steps that describe the
-# peer's buffer only. Offsets of -1 belong to nops.
+# Files in the wild: attributes left out, a comment first, and references of steps that describe the peer's
+# buffer only. Offsets of -1 belong to nops.
 
 RING = """\
 <!-- a ring of three, in place -->
@@ -35,7 +35,7 @@ NONE = 'cnt="1" depid="-1" deps="-1" hasdep="0"'
 
 
 def ring() -> str:
-    """An all-reduce of three ranks, a message per step."""
+    """Return an all-reduce of three ranks, a message per step."""
     gpus = []
     for rank in range(3):
         types = ["s", "rrs", "rrcs", "rcs", "r"]
@@ -85,7 +85,7 @@ def test_a_swap_is_no_sum() -> None:
 
 
 def refusal(algorithm: Algorithm, *, in_place: bool | None = None, slots: int = 2) -> list[str]:
-    """The lines with which an algorithm is refused."""
+    """Return the lines of an algorithm's refusal."""
     place = algorithm.in_place if in_place is None else in_place
     with pytest.raises(AlgorithmError) as error:
         verify(algorithm, in_place=place, slots=slots)
@@ -114,7 +114,7 @@ def tb(send: int, receive: int, *steps: AlgorithmStep, channel: int = 0) -> Thre
 def made(
     collective: str, chunks: int, *ranks: tuple[ThreadBlock, ...], scratch: int = 0, channels: int = 2
 ) -> Algorithm:
-    """An algorithm of as many ranks as are given, whose buffers are as large as any may be."""
+    """Return an algorithm of the given ranks with buffers of the largest permitted size."""
     programs = tuple(RankProgram(chunks, chunks, scratch, blocks) for blocks in ranks)
     return Algorithm("it", collective, len(ranks), chunks, channels, programs)
 
@@ -138,7 +138,7 @@ def add(
 
 
 def broadcast(*blocks: ThreadBlock, first: tuple[AlgorithmStep, ...] = ()) -> Algorithm:
-    """Rank 0 sends its chunk once; rank 1 does what is asked."""
+    """Return an algorithm: rank 0 sends its chunk once; rank 1 runs the given steps."""
     copy = AlgorithmStep("cpy", i(0), o(0))
     return made("broadcast", 1, (tb(1, -1, *(first or (send(i(0)),)), copy),), blocks, scratch=2)
 
@@ -164,7 +164,7 @@ def test_messages_of_another_length() -> None:
 def test_a_read_of_an_unwritten_chunk() -> None:
     algorithm = broadcast(tb(-1, 0, receive(s(0)), AlgorithmStep("cpy", s(1), o(0))))
     assert refusal(algorithm) == ["<it>: gpu[1].tb[0].step[1]: reads s[1], which has never been written"]
-    # whatever it holds: only the root gives something
+    # any contents: only the root sends
     algorithm = broadcast(tb(-1, 0, receive(s(0)), AlgorithmStep("cpy", i(0), o(0))))
     assert "reads i[0], which has never been written" in refusal(algorithm, in_place=True)[0]
 
@@ -247,7 +247,7 @@ def test_a_race_names_both_steps() -> None:
 
     assert verify_all(made("allgather", 2, rank(1, (0, 1)), rank(0, (0, 1)), scratch=1))
     lines = refusal(made("allgather", 2, rank(1, None), rank(0, (0, 1)), scratch=1))
-    # the copy comes first in a run that lets everything go on at once, before anything was written
+    # the copy comes first in a run of all steps at once, before any write
     assert lines[0] == "<it>: gpu[0].tb[1].step[0]: reads s[0], which has never been written"
     assert lines[1] == (
         "<it>: gpu[0].tb[0].step[1]: writes s[0], which gpu[0].tb[1].step[0] reads: "
@@ -268,7 +268,7 @@ def test_writes_of_two_thread_blocks_race_even_if_either_order_is_right() -> Non
 
 
 def test_a_message_to_another_rank_and_back_is_order() -> None:
-    # In place, rank 0 overwrites what it sent, in another thread block, with the answer to it.
+    # In place, rank 0 overwrites the sent chunk, in another thread block, with the answer.
     first = (tb(1, -1, send(i(0))), tb(-1, 1, receive(o(0))))
     second = (tb(0, 0, AlgorithmStep("rrcs", i(0), o(0))),)
     assert verify_all(made("allreduce", 1, first, second))
@@ -276,7 +276,8 @@ def test_a_message_to_another_rank_and_back_is_order() -> None:
 
 def test_a_full_queue_does_not_order_steps() -> None:
     # With one slot, the second send waits until the first message has left, and the message on channel 1
-    # for that send: so its receipt comes last. With more slots it may not, and nothing shall rest on that.
+    # waits for that send: so its receipt comes last. With more slots it may come earlier, and no proof may
+    # rely on the order.
     sender = (
         tb(1, -1, send(i(0)), send(i(0), awaited=True), AlgorithmStep("cpy", i(0), o(0))),
         tb(1, -1, send(i(0), after=(0, 1)), channel=1),
@@ -395,7 +396,7 @@ def test_algorithms_that_need_gigabytes_are_refused() -> None:
 
 
 def idle(*blocks: tuple[int, AlgorithmStep], scratch: int = 0) -> Algorithm:
-    """Two ranks of which one has thread blocks without peers: so many times a step in each."""
+    """Return two ranks; one has thread blocks without peers, each with this many steps."""
     first = tuple(tb(-1, -1, *[step] * times) for times, step in blocks)
     return made("allreduce", 4096, first, (), scratch=scratch)
 
@@ -557,7 +558,7 @@ def test_mutants_are_refused_or_harmless(name: str) -> None:
 
 @pytest.mark.long
 def test_counts_of_refused_and_harmless_mutants() -> None:
-    """Harmless are dependencies that other waiting implies, and what is overwritten or aliased."""
+    """Dependencies that other waits imply are harmless, and so are overwritten or aliased chunks."""
     total = sum((fates(name) for name in SPOILT), Counter())
     kinds = sorted({kind for kind, _ in total})
     table = {kind: tuple(total[kind, fate] for fate in ("reader", "verifier", "harmless")) for kind in kinds}

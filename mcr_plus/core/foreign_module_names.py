@@ -15,6 +15,7 @@ from mcr_plus.core.foreign_names import (
     RANKS,
     said,
 )
+from mcr_plus.core.kinds import KINDS
 from mcr_plus.errors import hint
 
 _LIBRARIES: Final = "`mcr-plus doctor` shows which libraries are available"
@@ -93,7 +94,7 @@ _HOROVOD: Final = {
     "all_reduce": "allreduce", "all_reduce_coalesced": "grouped_allreduce",
     **dict.fromkeys(("all_gather", "all_gather_into_tensor", "all_gather_v"), "allgather"),
     "all_gather_coalesced": "grouped_allgather", "all_gather_object": "allgather_object",
-    **dict.fromkeys(("all_to_all", "all_to_all_single"), "alltoall"),
+    **dict.fromkeys(("all_to_all", "all_to_all_single", "all_to_all_v"), "alltoall"),
     **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_v"), "reducescatter"),
     "reduce_scatter_coalesced": "grouped_reducescatter", "broadcast": "broadcast", "barrier": "barrier",
     "broadcast_object": "broadcast_object", "broadcast_parameters": "broadcast_parameters",
@@ -109,8 +110,8 @@ OF_HOROVOD: Final[Mapping[str, str | None]] = {
     **{name: _HOROVOD[ours] for name, ours in _OF_MODULES.items() if ours in _HOROVOD},
     **dict.fromkeys(("alltoalloptions", "ranktype")),
     **dict.fromkeys(
-        ("alreadyinitialized", "batch_isend_irecv", "gather", "gather_v", "irecv", "isend", "local",
-         "localsteps", "notinitialized", "recv", "reduce", "scatter", "scatter_v", "send", "sync"),
+        ("alreadyinitialized", "batch_isend_irecv", "irecv", "isend", "local", "localsteps", "notinitialized",
+         "sync", *(kind for kind in KINDS if kind not in _HOROVOD)),
         "mcr_plus has it",
     ),
     **dict.fromkeys(("get_global_rank", "get_group_rank"), "a process set has `ranks`, those of the job"),

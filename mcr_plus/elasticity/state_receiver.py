@@ -16,7 +16,6 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels.digest import digest
 from mcr_plus.membership.request import TRIES, JoinRequest
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.store import secret_of
 from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
 
 _log = logging.getLogger("mcr_plus")
@@ -161,7 +160,7 @@ class StateReceiver:
     # -- the receiving thread -------------------------------------------------------------------------
 
     def _begin(self, place: tuple[str, int], request: JoinRequest) -> None:
-        secret, name = secret_of(request.root), f"{request.key}/{self._attempt}"
+        secret, name = request.root.secret, f"{request.key}/{self._attempt}"
         digest(torch.zeros(1, device="cpu"))  # compile it before the others must wait for it
         self._began = time.monotonic()
         self._thread = threading.Thread(

@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mcr_plus.communicator.transfer import outline, rebuilt
+from mcr_plus.core.job_store import seal, unseal
 from mcr_plus.errors import BackendError
-from mcr_plus.rendezvous.signing import seal, unseal
 from mcr_plus.rendezvous.stream import StreamConnection
 
 FROZEN, COPY, STEP, REACHED, GIVEN_UP, LAST, ALIVE = range(16, 23)

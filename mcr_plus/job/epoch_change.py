@@ -20,8 +20,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
-from mcr_plus.core.c10d import PrefixStore, Store, keys_of
+from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.core.environment import agent_has_store, host_name, launch_environment
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.engine.closing import completed, release_waiting
 from mcr_plus.errors import (
     BackendError,
@@ -42,10 +43,8 @@ from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Decision, Process, Proposal
 from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.processes import Sight
-from mcr_plus.rendezvous.signing import SignedStore
-from mcr_plus.rendezvous.store import exchange, join_store, met_in, own_server, part_of, secret_of
-from mcr_plus.rendezvous.store_release import StoreRelease
-from mcr_plus.rendezvous.watched_store import WatchedStore
+from mcr_plus.rendezvous.store import exchange, join_store
+from mcr_plus.rendezvous.store_connections import StoreRelease, met_in, own_server
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
@@ -276,7 +275,7 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     new, failure = None, None
     release: StoreRelease | None = None
     try:
-        store = WatchedStore(_meeting_place(roster, watch, limit), limit, watch.error)
+        store = JobStore(_meeting_place(roster, watch, limit), timeout=limit, lost=watch.error)
         if roster.rank != 0 and roster.kept is not None:
             release = StoreRelease(store, lambda: watch.is_away(0))
         world = init.world_of(store, roster.rank, len(roster.members), limit)
@@ -300,24 +299,23 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     raise failure
 
 
-def _meeting_place(roster: EpochLog, watch: EpochWatch, timeout: float) -> Store:
+def _meeting_place(roster: EpochLog, watch: EpochWatch, timeout: float) -> JobStore:
     """Return the store of an epoch's world, in which its ranks exchange their addresses.
 
     With a launcher's store, it is a part of the store for decisions. Otherwise it is in the epoch's rank 0,
     and is lost with it, as is the epoch's world.
     """
     if roster.kept is None:
-        return part_of(roster.root, roster.place)
+        return roster.root.part(roster.place)
     roster.watch(watch.is_cut_off)
     places = {process.place for process in roster.members}
     key = f"{roster.place}/store"
     if roster.rank == 0:
         host, port = own_server(timeout, everywhere=len(places) > 1)
         roster.root.set(key, json.dumps([host, port, secrets.token_hex(8)]))
-    found = WatchedStore(roster.root, timeout, watch.error).get(key)
+    found = JobStore(roster.root, timeout=timeout, lost=watch.error).get(key)
     host, port, name = json.loads(found)
-    part, secret = PrefixStore(name, met_in(host, port, timeout)), secret_of(roster.root)
-    return SignedStore(part, secret, name) if secret else part
+    return JobStore(PrefixStore(name, met_in(host, port, timeout)), roster.root.secret, name)
 
 
 def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
@@ -353,7 +351,7 @@ def remove_world(
         return  # the store ended with its process
     stores = [roster.root] if roster.kept is None and roster.epoch == 0 else []  # where processes met
     if roster.kept is None:
-        stores.append(part_of(roster.root, roster.place))
+        stores.append(roster.root.part(roster.place))
     elif runtime.world.roster is roster and runtime.world.store is not None:
         stores.append(runtime.world.store)
     share, number = len(left), left.index(own)
@@ -362,7 +360,7 @@ def remove_world(
         with suppress(RuntimeError):  # the store does not answer any more
             for store in stores:
                 keeps = _MET if store is roster.root else _DECIDED
-                for key in keys_of(store):
+                for key in store.list_keys():
                     if crc32(key.encode()) % share == number and not keeps.fullmatch(key):
                         store.delete_key(key)
 

@@ -29,6 +29,7 @@ from mcr_plus.core.environment import (
     restarts,
     usable_cores,
 )
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.engine.closing import release_waiting
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import (
@@ -59,10 +60,7 @@ from mcr_plus.rendezvous.store import (
     job_announced,
     open_plain_store,
     open_store,
-    part_of,
-    secret_of,
 )
-from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import use_algorithms
 
@@ -161,7 +159,7 @@ def readable(load: Callable[[], Config]) -> Config | ConfigError:
         return error
 
 
-def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeout: float) -> Runtime:
+def join(loaded: Config | ConfigError, store: JobStore, rank: int, size: int, timeout: float) -> Runtime:
     """Do the work of `init` for ranks that have found each other; `store`, a new one, reaches all of them.
 
     `loaded`: see `readable`. Raises as `init` does.
@@ -252,13 +250,13 @@ def _find_ranks(environment: LaunchEnvironment, timeout: float, stopped: float) 
     return world_of(store, environment.rank, environment.world_size, timeout)
 
 
-def world_of(store: Store, rank: int, size: int, timeout: float) -> World:
+def world_of(store: JobStore, rank: int, size: int, timeout: float) -> World:
     """Return the world of ranks that share a part of a store; collective over them."""
     mine = json.dumps([host_name(), sum(1 << core for core in usable_cores())])
     places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
     hosts = tuple(host for host, _ in places)
     here = reduce(operator.or_, (mask for host, mask in places if host == hosts[rank]))
-    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=secret_of(store))
+    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=store.secret)
 
 
 def finalize() -> None:
@@ -349,7 +347,7 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
         return None
     release_waiting(runtime.engine, runtime.lost_ranks(), "reset")
     lost = partial(runtime.lost_among, range(world.size))
-    store = WatchedStore(unwatched(world.store), world.timeout, lost)
+    store = JobStore(world.store, timeout=world.timeout, lost=lost)
     try:
         exchange(store, world.rank, world.size, "reset/called", "", world.timeout)
     except PeerLost as error:
@@ -368,8 +366,8 @@ def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
     world = runtime.world
     if world.store is not None:
         assert watch is not None
-        plain, idle = unwatched(world.store), runtime.idle_channels
-        store = WatchedStore(plain, world.timeout, watch.error)
+        idle = runtime.idle_channels
+        store = JobStore(world.store, timeout=world.timeout, lost=watch.error)
         mine = json.dumps([secrets.token_hex(8), idle.closable(runtime.engine.off)])
         texts = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
         (name, _), *_ = answers = [json.loads(text) for text in texts]
@@ -380,7 +378,7 @@ def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
         for group in list(world.stores):
             runtime.leave_store(group)
         kept = runtime.roster.kept if runtime.roster is not None else None
-        part = WatchedStore(part_of(plain, name), world.timeout, watch.error)
+        part = JobStore(world.store.part(name), timeout=world.timeout, lost=watch.error)
         world = world_of(part, world.rank, world.size, world.timeout)
         world = replace(world, kept=None if kept is None else kept.part(f"members/{name}"))
     for state in runtime.engine.states:  # all ranks have left

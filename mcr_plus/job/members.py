@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.hosts.protocol import silence
 from mcr_plus.membership.epoch_log import EpochLog
 from mcr_plus.rendezvous.processes import Peers
-from mcr_plus.rendezvous.signing import SignedStore
-from mcr_plus.rendezvous.watched_store import unwatched
 
 if TYPE_CHECKING:
     from mcr_plus.engine.options import DispatchOptions
@@ -48,6 +47,5 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> EpochLog:
 
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
-        return EpochLog(unwatched(store), 0, members, world.rank)
-    root = SignedStore(kept, world.secret, "members") if world.secret else kept
-    return EpochLog(root, 0, members, world.rank, kept=kept)
+        return EpochLog(JobStore(store), 0, members, world.rank)
+    return EpochLog(JobStore(kept, world.secret, "members"), 0, members, world.rank, kept=kept)

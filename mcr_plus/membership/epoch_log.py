@@ -39,7 +39,7 @@ from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
 if TYPE_CHECKING:
-    from mcr_plus.core.c10d import Store
+    from mcr_plus.core.job_store import JobStore
 
 TRAINING: Final = "training"
 """Key that is set once a rank has reached `mcr.elastic`, or has continued in another world."""
@@ -98,7 +98,7 @@ class EpochLog:
         precopies: newcomers receive the state before they are taken in, unless there are too few members.
     """
 
-    root: Store
+    root: JobStore
     epoch: int
     members: tuple[Process, ...]
     rank: int
@@ -315,7 +315,7 @@ def _read(text: bytes) -> EpochDecision:
 
 
 def join(
-    root: Store,
+    root: JobStore,
     newcomer: Process,
     passport: Mapping[str, str],
     timeout: float,

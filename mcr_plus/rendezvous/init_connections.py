@@ -37,8 +37,7 @@ from mcr_plus.hosts.stop_detector import REPORT
 from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.side_processes import command
-from mcr_plus.rendezvous.signing import address_of
-from mcr_plus.rendezvous.store_release import StoreRelease
+from mcr_plus.rendezvous.store_connections import StoreRelease, server_of
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
@@ -77,7 +76,7 @@ class InitConnections:
 
         `name`: name of this `init`, which `ranks` ranks have from the job's `store`.
         """
-        if on_one_host(ranks=ranks) or address_of(store) in (LOOPBACK, "localhost"):
+        if on_one_host(ranks=ranks) or server_of(store)[0] in (LOOPBACK, "localhost"):
             return None
         try:
             listener, of_witness = _listener(), _listener()

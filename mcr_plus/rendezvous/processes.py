@@ -15,7 +15,7 @@ from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
 from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.rendezvous.store_release import StoreRelease
+from mcr_plus.rendezvous.store_connections import StoreRelease
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

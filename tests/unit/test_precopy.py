@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.elasticity import state_stream
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.elasticity.state_source import StateSource
@@ -75,7 +76,7 @@ class Pair:
             made(2, frozen=frozen, optimizer=optimizer),
         )
         train(self.old, 2)
-        self.request = JoinRequest(HashStore(), 3)
+        self.request = JoinRequest(JobStore(HashStore()), 3)
         self.receiver = StateReceiver(*self.new)
         self.source = self.offer(0)
 
@@ -253,7 +254,7 @@ def test_a_message_that_is_not_signed_is_not_unpickled() -> None:
     pair = Pair()
     pair.receiver.close()
     pair.source.close()
-    old, request = pair.old, JoinRequest(HashStore(), 4)
+    old, request = pair.old, JoinRequest(JobStore(HashStore()), 4)
     source = StateSource(*old, b"the secret", request.key, "127.0.0.1")
     request.offer(0, source.place)
     receiver = StateReceiver(*pair.new)

@@ -125,7 +125,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
     Raises:
         BackendUnavailable: a rank has failed; raised on all ranks, with the failure of that rank.
         LaunchError: ranks have not joined within `timeout` seconds, or the store does not answer.
-        PeerLost: a rank has been lost, if `store` ends its waits then (`WatchedStore`).
+        PeerLost: a rank has been lost, if `store` ends its waits then (`JobStore`).
     """
     opening = _Opening(store, group, shape.nbytes, timeout)
     try:

@@ -58,7 +58,7 @@ def refusing() -> int:
 
     with (
         mock.patch.object(init_connections, "on_one_host", return_value=False),
-        mock.patch.object(init_connections, "address_of", return_value="192.0.2.1"),
+        mock.patch.object(init_connections, "server_of", return_value=("192.0.2.1", 1)),
         mock.patch.object(init_connections, "meeting_address", return_value="127.0.0.1"),
         mock.patch.object(InitConnections, "_enter", enter),
     ):

@@ -160,12 +160,12 @@ class StateReceiver:
     # -- the receiving thread -------------------------------------------------------------------------
 
     def _begin(self, place: tuple[str, int], request: JoinRequest) -> None:
-        secret, name = request.root.secret, f"{request.key}/{self._attempt}"
+        secret = request.root.secret
         digest(torch.zeros(1, device="cpu"))  # compile it before the others must wait for it
         self._began = time.monotonic()
         self._thread = threading.Thread(
             target=self._receive_all,
-            args=(place, secret, name, request.number, self._came),
+            args=(place, secret, request.number, self._came),
             name="mcr_plus-precopy",
             daemon=True,
         )
@@ -175,7 +175,6 @@ class StateReceiver:
         self,
         place: tuple[str, int],
         secret: bytes,
-        name: str,
         number: int,
         came: _Queue,
     ) -> None:
@@ -186,10 +185,9 @@ class StateReceiver:
         with suppress(OSError, EOFError, BackendError, StreamClosed):
             try:
                 link = self._link = links.connect(place, secret, number, ends, _TRIES)
-                count, kind = 0, state_stream.ALIVE
+                kind = state_stream.ALIVE
                 while kind != state_stream.LAST:
-                    kind, state = state_stream.receive(link, secret, f"{name}/{count}")
-                    count += 1
+                    kind, state = state_stream.receive(link)
                     while kind != state_stream.ALIVE:
                         if self._closed:
                             return

@@ -17,6 +17,7 @@ from mcr_plus.elasticity import state_stream
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.elasticity.state_source import StateSource
 from mcr_plus.membership.request import TRIES, JoinRequest
+from mcr_plus.rendezvous.stream import StreamConnection
 
 WITHIN_S = 20.0
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -155,10 +156,10 @@ def test_steps_that_cannot_be_repeated_are_given_up() -> None:
 def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
+    def slow(link: StreamConnection, message: state_stream.StateMessage) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
-        send(link, secret, name, message)  # type: ignore[arg-type]
+        send(link, message)
 
     monkeypatch.setattr(state_stream, "send", slow)
     pair = Pair()
@@ -179,10 +180,10 @@ def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: p
 def test_a_copy_waiting_for_a_frozen_source_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
+    def slow(link: StreamConnection, message: state_stream.StateMessage) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
-        send(link, secret, name, message)  # type: ignore[arg-type]
+        send(link, message)
 
     monkeypatch.setattr(state_stream, "send", slow)
     pair = Pair(frozen=True)

@@ -219,13 +219,11 @@ def visited_by_horovod(folder: str) -> list[str]:
 @pytest.mark.long
 def test_forged_objects_are_refused_in_horovod_programs(tmp_path: Path) -> None:
     results = run_ranks(visited_by_horovod, 3, args=[str(tmp_path)], via="torch")
-    for rank, places in ((0, [1, 1, 1]), (2, [1, 1, 1, 0])):  # rank 1 is the first of the process set
-        found = results[rank].value
-        assert len(found) == len(places)
-        for text, place in zip(found, places, strict=True):
-            assert re.match(
-                rf"HorovodInternalError: the object of rank {place} in group '\S+' was not signed by it", text
-            )
+    for rank, number in ((0, 3), (2, 4)):  # rank 2 is in the process set, too
+        assert len(results[rank].value) == number
+        for text in results[rank].value:
+            told = r"HorovodInternalError: the object of rank 1( of the job)? in group '\S+' was not signed"
+            assert re.match(told, text)
     assert not list(tmp_path.glob("touched*"))
 
 

@@ -33,10 +33,9 @@ from mcr_plus.errors import (
     NotInitialized,
     PeerLost,
     Revoked,
-    phrase_ranks,
 )
 from mcr_plus.job import init
-from mcr_plus.job.loss_watch import LossWatch
+from mcr_plus.job.members import EpochWatch
 from mcr_plus.job.process import job
 from mcr_plus.membership.epoch_log import EpochLog, join
 from mcr_plus.membership.request import JoinRequest
@@ -47,7 +46,6 @@ from mcr_plus.rendezvous.store import exchange, join_store
 from mcr_plus.rendezvous.store_connections import StoreRelease, met_in, own_server
 
 if TYPE_CHECKING:
-    from mcr_plus.config.schema import Config
     from mcr_plus.job.runtime import Runtime
 
 _REMOVED_WITHIN: Final = 5.0  # s that the end of the process waits for `remove_world`
@@ -189,7 +187,7 @@ def _go_on(
             try:
                 new = begin_epoch(runtime, watch)
             except McrError as error:
-                if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+                if not (isinstance(error, PeerLost) or watch.states() or roster.is_being_left):
                     runtime.leave_keepers()
                     runtime.closed_because = f"{what} has failed ({error})"
                     raise
@@ -198,7 +196,7 @@ def _go_on(
                     remove_world(each, runtime, roster, dead)
                 return new
             # A member was lost meanwhile: decide again. The last decision already includes these parts.
-            seen, proposal = watch.lost, replace(proposal, named=(), done={})
+            seen, proposal = watch.states, replace(proposal, named=(), done={})
 
 
 def join_job(
@@ -233,34 +231,10 @@ def join_job(
     try:
         return begin_epoch(alone, watch)
     except McrError as error:
-        if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+        if not (isinstance(error, PeerLost) or watch.states() or roster.is_being_left):
             raise
     changes = Regrouping(epoch, members, tuple(None for _ in members))
-    return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
-
-
-class EpochWatch(LossWatch):
-    """Watches the processes of an epoch's members, and their decisions, while its world is made."""
-
-    def __init__(self, roster: EpochLog, config: Config, sight: Sight | None = None) -> None:
-        """`sight`: findings of the previous world's agents about members on other hosts."""
-        super().__init__(roster.members, roster.rank, config, sight)
-        self.roster = roster
-
-    def error(self) -> PeerLost | None:
-        """Return the error that ends a wait for a value from the members, if any."""
-        if lost := self.lost():
-            seen = ", ".join(dict.fromkeys(lost.values()))
-            text = f"{phrase_ranks(list(lost))} of epoch {self.roster.epoch}: {seen}"
-            return PeerLost(text, list(lost), seen=seen)
-        if self.roster.is_being_left:
-            return PeerLost(self.given_up, seen="reported by another rank")
-        return None
-
-    @property
-    def given_up(self) -> str:
-        """Text for the case that another member has given the epoch up."""
-        return f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
+    return _go_on(alone, roster, watch.states, proposal, timeout, what, changes)
 
 
 def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
@@ -277,7 +251,7 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     try:
         store = JobStore(_meeting_place(roster, watch, limit), timeout=limit, lost=watch.error)
         if roster.rank != 0 and roster.kept is not None:
-            release = StoreRelease(store, lambda: watch.is_away(0))
+            release = StoreRelease(store, watch.store_is_lost)
         world = init.world_of(store, roster.rank, len(roster.members), limit)
         new = init.begin(
             before.loaded, replace(world, roster=roster), before.timeout, native=before.is_native

@@ -50,7 +50,7 @@ from mcr_plus.job.checks import (
     versions_on_rank_0,
 )
 from mcr_plus.job.exit_barrier import shutdown_barrier
-from mcr_plus.job.loss_watch import LossWatch
+from mcr_plus.job.members import MemberWatch
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.rendezvous.arrivals import STOPPED_FOR
@@ -315,7 +315,7 @@ def reset() -> Communicator:
     failure = _await_callers_of_reset(runtime)
     runtime.prepare_reset()
     sight, roster = runtime.hand_over(), runtime.roster
-    watch = None if roster is None else LossWatch(roster.members, roster.rank, runtime.config, sight)
+    watch = None if roster is None else MemberWatch(roster, runtime.config, sight)
     if failure is None:  # all ranks are here, and none uses the old world any more
         for backend in runtime.engine.backends:
             backend.disconnect()
@@ -362,7 +362,7 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
     raise loss.again(f"reset: {loss}; the remaining ranks can continue with mcr.shrink()")
 
 
-def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
+def _fresh_world(runtime: Runtime, watch: MemberWatch | None) -> World:
     world = runtime.world
     if world.store is not None:
         assert watch is not None

@@ -46,12 +46,12 @@ from mcr_plus.errors import (
 )
 from mcr_plus.job import init
 from mcr_plus.job.epoch_change import (
-    EpochWatch,
     begin_epoch,
     close_world,
     remove_arrivals,
     remove_world,
 )
+from mcr_plus.job.members import EpochWatch
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.membership.epoch_log import EpochLog
@@ -277,7 +277,7 @@ def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -
             return decided
         if looks.passed():
             looks = Deadline(_LOOKS_AFTER)
-            lost = {rank: state for rank, state in watch.lost().items() if not store.check([keys[rank]])}
+            lost = {rank: state for rank, state in watch.states().items() if not store.check([keys[rank]])}
             if lost:
                 return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
         if deadline.passed():
@@ -296,7 +296,7 @@ def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -
             if each.passport.get(name) != value:
                 other = each.passport.get(name)
                 return ["differs", f"{name} is {other!r} on rank {rank} and {value!r} on rank 0"]
-    if lost := watch.lost():
+    if lost := watch.states():
         return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
     return [_GO, ""]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.core.sockets import open_sockets, unacknowledged
+from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.hosts.dump_request import send
 from mcr_plus.hosts.protocol import RankFinding, silence
 from mcr_plus.membership.rules import Process
@@ -289,3 +290,21 @@ class Peers:
         now = time.monotonic()
         stop = self._stopped.setdefault(rank, Stop(self._stop_grace, now))
         return Loss("stopped", "stopped") if stop.is_certain(now) else None
+
+    def losses(self, ranks: Iterable[int] | None = None) -> dict[int, Loss]:
+        """Return the losses among these ranks (None: all) that are known here; never this rank's own."""
+        others = range(len(self.processes)) if ranks is None else ranks
+        found = {rank: self.lost(rank) for rank in others if rank != self._rank}
+        return {rank: loss for rank, loss in found.items() if loss is not None}
+
+    def states(self) -> dict[int, str]:
+        """Return the states of the lost ranks."""
+        return {rank: loss.status for rank, loss in self.losses().items()}
+
+    def error(self, ranks: Iterable[int] | None = None) -> PeerLost | None:
+        """Return the error of a wait for one of these ranks (None: all), if any is lost."""
+        losses = self.losses(ranks)
+        if not losses:
+            return None
+        seen = "; ".join(dict.fromkeys(loss.seen for loss in losses.values()))
+        return PeerLost(f"{phrase_ranks(list(losses))} of the job: {seen}", list(losses), seen=seen)

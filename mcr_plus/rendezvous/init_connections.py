@@ -37,7 +37,7 @@ from mcr_plus.hosts.stop_detector import REPORT
 from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.side_processes import command
-from mcr_plus.rendezvous.store_connections import StoreRelease, server_of
+from mcr_plus.rendezvous.store_connections import StoreRelease, listening, server_of
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
@@ -79,7 +79,7 @@ class InitConnections:
         if on_one_host(ranks=ranks) or server_of(store)[0] in (LOOPBACK, "localhost"):
             return None
         try:
-            listener, of_witness = _listener(), _listener()
+            listener, of_witness = listening(meeting_address()), listening(meeting_address())
         except (OSError, LaunchError) as error:
             _log.debug("lost ranks of other hosts are noticed only at the deadline of init: %s", error)
             return None
@@ -274,17 +274,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _listener() -> socket.socket:
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        made.bind((meeting_address(), 0))
-        made.listen(1024)
-    except (OSError, LaunchError):
-        made.close()
-        raise
-    return made
 
 
 def _watch(link: socket.socket) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from mcr_plus.core.proc import state_of
-from mcr_plus.hosts.arguments import detach, taken_order
+from mcr_plus.hosts.arguments import taken_order
 from mcr_plus.hosts.dump_relay import DumpRelay
 from mcr_plus.hosts.dump_request import ask, received
 from mcr_plus.hosts.findings import Findings
@@ -262,7 +262,13 @@ def _run_before_others() -> None:
 def main() -> None:
     """Read an order from standard input, and run this host's agent; the started process itself ends."""
     order = taken_order()
-    detach()
+    if os.fork():
+        os._exit(0)  # the agent is nobody's child, so no rank has to wait for it
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    os.close(nothing)
     _run_before_others()
     ranks = sum(map(len, order["hosts"]))
     findings = Findings(mmap.mmap(order["memory"], Findings.size(ranks)), ranks)

@@ -1,4 +1,4 @@
-"""The beginning of a process beside ranks: its order (arguments), and its detachment from the rank."""
+"""The order of a process beside ranks: its arguments, which it reads first."""
 
 from __future__ import annotations
 
@@ -20,14 +20,3 @@ def taken_order() -> Any:
     if not text:
         os._exit(NOTHING_LEFT)
     return json.loads(text)
-
-
-def detach() -> None:
-    """Go on in a child that nobody has to wait for, without the standard streams; this process ends."""
-    if os.fork():
-        os._exit(0)
-    os.chdir("/")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):
-        os.dup2(nothing, stream)
-    os.close(nothing)

@@ -19,11 +19,11 @@ import resource
 import select
 import socket
 import struct
+import sys
 from typing import Any, Final
 
 from mcr_plus.core.proc import state_of
 from mcr_plus.hosts.acceptor import Acceptor
-from mcr_plus.hosts.arguments import detach, taken_order
 
 TOKEN: Final = 32  # bytes
 REQUEST: Final = struct.Struct("<BII")
@@ -126,8 +126,14 @@ class KeyReplica:
 
 def main() -> None:
     """Read an order from standard input, and run the keeper; the started process itself ends."""
-    order = taken_order()
-    detach()
+    order = json.loads(sys.stdin.buffer.read())
+    if os.fork():
+        os._exit(0)  # the keeper is nobody's child, so no rank has to wait for it
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    os.close(nothing)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # each rank of the job has a connection
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -11,16 +11,17 @@ rank stops and continues, and tells its own rank the reports of the others (`REP
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from mcr_plus.core.proc import Stop, state_of
-from mcr_plus.hosts.arguments import taken_order
 from mcr_plus.hosts.handshake import Handshakes, greeting
 
 REPORT: Final = struct.Struct("<I?")
@@ -114,7 +115,7 @@ class StopDetector:
 
 def main() -> None:
     """Read an order from standard input, and run the witness."""
-    order = taken_order()
+    order = json.loads(sys.stdin.buffer.read())
     os.chdir("/")
     control = socket.socket(fileno=order["control"])
     control.setblocking(False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import math
 import os
@@ -35,7 +36,7 @@ from mcr_plus.hosts.handshake import Handshakes, greeting
 from mcr_plus.hosts.stop_detector import REPORT
 from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.network import meeting_address
-from mcr_plus.rendezvous.side_processes import readable, start
+from mcr_plus.rendezvous.side_processes import command
 from mcr_plus.rendezvous.store_connections import StoreRelease, listening, server_of
 
 if TYPE_CHECKING:
@@ -217,15 +218,23 @@ class _DetectorProcess:
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         order |= {"control": its.fileno(), "listener": None if listener is None else listener.fileno()}
-        descriptors = [each.fileno() for each in (its, listener) if each is not None]
         try:
-            with readable(order) as text:
-                self._process = start("mcr_plus.hosts.stop_detector", text, descriptors)
+            self._process = subprocess.Popen(
+                command("mcr_plus.hosts.stop_detector"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[each.fileno() for each in (its, listener) if each is not None],
+                start_new_session=True,  # so that a stop of the rank's group does not stop it
+            )
         except OSError:
             self._control.close()
             raise
         finally:
             its.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as pipe:
+            pipe.write(json.dumps(order).encode())
 
     def stopped(self) -> set[int]:
         """Return the ranks of other hosts that are stopped."""

@@ -17,6 +17,7 @@ import os
 import secrets
 import select
 import socket
+import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -31,9 +32,8 @@ from mcr_plus.errors import LaunchError
 from mcr_plus.hosts.key_replica import ADD, ANSWER, COMPARE_SET, GET, LEAVE, REQUEST, SET, TOKEN
 from mcr_plus.rendezvous.heartbeats import hosts_of
 from mcr_plus.rendezvous.network import meeting_address
-from mcr_plus.rendezvous.side_processes import start_once
+from mcr_plus.rendezvous.side_processes import command, wait_for
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.rendezvous.store_connections import listening
 
 if TYPE_CHECKING:
     from mcr_plus.membership.rules import Process
@@ -229,11 +229,16 @@ def open_keepers(
     starts = rank == hosts[me][0] and me < _MOST
     token = secrets.token_bytes(TOKEN)
     address = None
+    started: subprocess.Popen[bytes] | None = None
     if starts:
         order = {"token": token.hex(), "processes": [processes[peer][:2] for peer in hosts[me]]}
-        address = _start(order, LOOPBACK if len(hosts) == 1 else None)
+        address, started = _start(order, LOOPBACK if len(hosts) == 1 else None)
     mine = json.dumps([address, token.hex()])
-    texts = exchange(store, rank, len(processes), "keepers", mine, timeout)
+    try:
+        texts = exchange(store, rank, len(processes), "keepers", mine, timeout)
+    finally:
+        if started is not None:
+            wait_for(started)
     answers = [json.loads(text) for text in texts]
     firsts = [ranks[0] for ranks in hosts[:_MOST]]
     keepers = [
@@ -247,15 +252,28 @@ def open_keepers(
     return ReplicatedKeys(keepers, part, identity) if keepers else None
 
 
-def _start(order: dict[str, Any], address: str | None) -> tuple[str, int] | None:
-    """Start this host's keeper; return its address, None without one."""
+def _start(
+    order: dict[str, Any], address: str | None
+) -> tuple[tuple[str, int] | None, subprocess.Popen[bytes] | None]:
+    """Start this host's keeper; return its address, and the process that ends once the keeper has started."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        with listening(address or meeting_address()) as listener:
-            order |= {"socket": listener.fileno()}
-            if problem := start_once("mcr_plus.hosts.key_replica", order, [listener.fileno()]):
-                _log.warning("the keeper of the ranks' decisions on this host: %s", problem)
-            place: tuple[str, int] = listener.getsockname()
-            return place  # also of a keeper that begins later: connections wait for it
+        listener.bind((address or meeting_address(), 0))
+        listener.listen(1024)
+        started = subprocess.Popen(
+            command("mcr_plus.hosts.key_replica"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(listener.fileno(),),
+        )
+        assert started.stdin is not None
+        with started.stdin as stream:
+            stream.write(json.dumps({**order, "socket": listener.fileno()}).encode())
+        return listener.getsockname(), started
     except (OSError, LaunchError) as error:
         _log.warning("this host has no keeper of the ranks' decisions: %s", error)
-        return None
+        return None, None
+    finally:
+        listener.close()

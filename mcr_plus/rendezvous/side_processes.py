@@ -30,21 +30,6 @@ def command(module: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", program, _ROOT]
 
 
-def start(module: str, order: int, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a process that reads its order from a descriptor. Raises `OSError` if it cannot start.
-
-    A stop of the rank's session does not stop it.
-    """
-    return subprocess.Popen(
-        command(module),
-        stdin=order,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        pass_fds=descriptors,
-    )
-
-
 def start_once(module: str, order: Mapping[str, Any], descriptors: Sequence[int]) -> str:
     """Start a process that ends once its child has the order; return why it has not, or ''.
 
@@ -54,9 +39,18 @@ def start_once(module: str, order: Mapping[str, Any], descriptors: Sequence[int]
     """
     begun: list[subprocess.Popen[bytes]] = []
     try:
-        with readable(order) as text:
+        with _readable(order) as text:
             for _ in range(_TRIES):
-                begun.append(start(module, text, descriptors))
+                begun.append(
+                    subprocess.Popen(
+                        command(module),
+                        stdin=text,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                        pass_fds=descriptors,
+                    )
+                )
                 deadline = Deadline(_EACH)
                 while not deadline.passed():
                     statuses = [each.poll() for each in begun]
@@ -70,13 +64,20 @@ def start_once(module: str, order: Mapping[str, Any], descriptors: Sequence[int]
     return f"the process has not begun within {_TRIES * _EACH:g} s, and may begin later"
 
 
+def wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait briefly for a process that is about to end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_EACH)
+    reap_later([process])
+
+
 def reap_later(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """Let a later call reap the processes that have not ended yet."""
     _late[:] = [each for each in (*_late, *processes) if each.poll() is None]
 
 
 @contextlib.contextmanager
-def readable(order: Mapping[str, Any]) -> Iterator[int]:
+def _readable(order: Mapping[str, Any]) -> Iterator[int]:
     """Return a file from which an order of any length is read, so that no writer has to wait."""
     descriptor = os.memfd_create("mcr_plus order", os.MFD_CLOEXEC)
     try:

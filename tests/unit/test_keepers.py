@@ -57,8 +57,10 @@ class Kept:
         self.pids: list[int] = []
         self.stores: list[ReplicatedKeys] = []
         for _ in range(2):
-            address = _start({"token": TOKENS.hex(), "processes": [_me()]}, "127.0.0.1")
+            address, started = _start({"token": TOKENS.hex(), "processes": [_me()]}, "127.0.0.1")
             assert address is not None
+            assert started is not None
+            started.wait()
             self.addresses.append(address)
             self.pids.append(_listening(address[1]))
 
@@ -78,7 +80,7 @@ def kept() -> Iterator[Kept]:
         store.close()
     for pid in made.pids:
         stat = read_stat(pid)
-        if stat is not None and b"key_replica" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if stat is not None and b"keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
 
@@ -171,8 +173,10 @@ def test_a_keeper_ends_once_its_ranks_have_left_or_died(kept: Kept) -> None:
         stat = read_stat(rank.pid)
         assert stat is not None
         order = {"token": TOKENS.hex(), "processes": [(rank.pid, stat[1])]}
-        address = _start(order, "127.0.0.1")
+        address, started = _start(order, "127.0.0.1")
         assert address is not None
+        assert started is not None
+        started.wait()
         pid = _listening(address[1])
         assert pid not in kept.pids
         rank.kill()

@@ -37,7 +37,7 @@ from hosts import why_not
 from lost_hosts import FAULTS, HANGS, Issued, Rounds
 
 import mcr_plus as mcr
-from mcr_plus.launch.store import loopback_store
+from mcr_plus.rendezvous.store_connections import served
 
 RANKS: Final = 3
 CHURNING: Final = 4
@@ -57,7 +57,7 @@ class Job:
         reading, writing = os.pipe()
         self.holder = os.fork()
         if self.holder == 0:
-            store = loopback_store()
+            store = served()
             os.write(writing, str(store.port).encode())
             signal.pause()
         self.port = int(os.read(reading, 16))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcr_plus.core.job_store import seal, unseal
 from mcr_plus.core.kinds import ARITHMETIC
 from mcr_plus.errors import BackendError, InvalidArgument
-from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group

@@ -12,7 +12,6 @@ from mcr_plus.elasticity.state_source import StateSource
 from mcr_plus.elasticity.state_stream import WORTH, nbytes_of
 from mcr_plus.kernels.digest import digest
 from mcr_plus.rendezvous.network import host_address
-from mcr_plus.rendezvous.store import secret_of
 
 if TYPE_CHECKING:
     from mcr_plus.membership.epoch_log import EpochLog
@@ -87,7 +86,7 @@ class Newcomers:
                 return
             address = _OURS if newcomer.place == roster.members[roster.rank].place else host_address()
             name = f"{request.key}/{errand.attempt}"
-            source = StateSource(self._model, self._optimizer, secret_of(roster.root), name, address)
+            source = StateSource(self._model, self._optimizer, roster.root.secret, name, address)
             digest(torch.zeros(1, device="cpu"))  # compile it before the others must wait for it
             self.end(errand.number)
             self._sources[errand.number], place = source, source.place

@@ -16,7 +16,6 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels.digest import digest
 from mcr_plus.membership.request import TRIES, JoinRequest
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.store import secret_of
 from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
 
 _log = logging.getLogger("mcr_plus")
@@ -161,12 +160,12 @@ class StateReceiver:
     # -- the receiving thread -------------------------------------------------------------------------
 
     def _begin(self, place: tuple[str, int], request: JoinRequest) -> None:
-        secret, name = secret_of(request.root), f"{request.key}/{self._attempt}"
+        secret = request.root.secret
         digest(torch.zeros(1, device="cpu"))  # compile it before the others must wait for it
         self._began = time.monotonic()
         self._thread = threading.Thread(
             target=self._receive_all,
-            args=(place, secret, name, request.number, self._came),
+            args=(place, secret, request.number, self._came),
             name="mcr_plus-precopy",
             daemon=True,
         )
@@ -176,7 +175,6 @@ class StateReceiver:
         self,
         place: tuple[str, int],
         secret: bytes,
-        name: str,
         number: int,
         came: _Queue,
     ) -> None:
@@ -187,10 +185,9 @@ class StateReceiver:
         with suppress(OSError, EOFError, BackendError, StreamClosed):
             try:
                 link = self._link = links.connect(place, secret, number, ends, _TRIES)
-                count, kind = 0, state_stream.ALIVE
+                kind = state_stream.ALIVE
                 while kind != state_stream.LAST:
-                    kind, state = state_stream.receive(link, secret, f"{name}/{count}")
-                    count += 1
+                    kind, state = state_stream.receive(link)
                     while kind != state_stream.ALIVE:
                         if self._closed:
                             return

@@ -35,7 +35,7 @@ class StateSource:
     steps, of waiting gradients. Parameters that the optimizer does not change are sent without a copy.
 
     Made between two steps, in the training thread. `secret`: secret of the job. `name`: name of the transfer,
-    the same at both ends. `address`: address to which the newcomer can connect.
+    for messages. `address`: address to which the newcomer can connect.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class StateSource:
             link.close()
 
     def _send_all(self, link: StreamConnection) -> None:
-        number, has_copy, has_reached = 0, False, False
+        has_copy = has_reached = False
         while not self._closed:
             with self._changed:
                 if not self._waiting:
@@ -218,13 +218,10 @@ class StateSource:
                 link.check()
                 if time.monotonic() < link.moved + _SAYS_EVERY:
                     continue
-            state_stream.send(link, self._secret, f"{self._name}/{number}", message)
-            number += 1
+            state_stream.send(link, message)
             has_copy |= message.kind == state_stream.COPY
             if message.kind == state_stream.LAST:
                 return
             if has_copy and not has_reached and not self._waiting:
-                state_stream.send(
-                    link, self._secret, f"{self._name}/{number}", StateMessage(state_stream.REACHED)
-                )
-                number, has_reached = number + 1, True
+                state_stream.send(link, StateMessage(state_stream.REACHED))
+                has_reached = True

@@ -20,8 +20,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
-from mcr_plus.core.c10d import PrefixStore, Store, keys_of
+from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.core.environment import agent_has_store, host_name, launch_environment
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.engine.closing import completed, release_waiting
 from mcr_plus.errors import (
     BackendError,
@@ -32,23 +33,19 @@ from mcr_plus.errors import (
     NotInitialized,
     PeerLost,
     Revoked,
-    phrase_ranks,
 )
 from mcr_plus.job import init
-from mcr_plus.job.loss_watch import LossWatch
+from mcr_plus.job.members import EpochWatch
 from mcr_plus.job.process import job
 from mcr_plus.membership.epoch_log import EpochLog, join
 from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Decision, Process, Proposal
 from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.processes import Sight
-from mcr_plus.rendezvous.signing import SignedStore
-from mcr_plus.rendezvous.store import exchange, join_store, met_in, own_server, part_of, secret_of
-from mcr_plus.rendezvous.store_release import StoreRelease
-from mcr_plus.rendezvous.watched_store import WatchedStore
+from mcr_plus.rendezvous.store import exchange, join_store
+from mcr_plus.rendezvous.store_connections import StoreRelease, met_in, own_server
 
 if TYPE_CHECKING:
-    from mcr_plus.config.schema import Config
     from mcr_plus.job.runtime import Runtime
 
 _REMOVED_WITHIN: Final = 5.0  # s that the end of the process waits for `remove_world`
@@ -190,7 +187,7 @@ def _go_on(
             try:
                 new = begin_epoch(runtime, watch)
             except McrError as error:
-                if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+                if not (isinstance(error, PeerLost) or watch.states() or roster.is_being_left):
                     runtime.leave_keepers()
                     runtime.closed_because = f"{what} has failed ({error})"
                     raise
@@ -199,7 +196,7 @@ def _go_on(
                     remove_world(each, runtime, roster, dead)
                 return new
             # A member was lost meanwhile: decide again. The last decision already includes these parts.
-            seen, proposal = watch.lost, replace(proposal, named=(), done={})
+            seen, proposal = watch.states, replace(proposal, named=(), done={})
 
 
 def join_job(
@@ -234,34 +231,10 @@ def join_job(
     try:
         return begin_epoch(alone, watch)
     except McrError as error:
-        if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+        if not (isinstance(error, PeerLost) or watch.states() or roster.is_being_left):
             raise
     changes = Regrouping(epoch, members, tuple(None for _ in members))
-    return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
-
-
-class EpochWatch(LossWatch):
-    """Watches the processes of an epoch's members, and their decisions, while its world is made."""
-
-    def __init__(self, roster: EpochLog, config: Config, sight: Sight | None = None) -> None:
-        """`sight`: findings of the previous world's agents about members on other hosts."""
-        super().__init__(roster.members, roster.rank, config, sight)
-        self.roster = roster
-
-    def error(self) -> PeerLost | None:
-        """Return the error that ends a wait for a value from the members, if any."""
-        if lost := self.lost():
-            seen = ", ".join(dict.fromkeys(lost.values()))
-            text = f"{phrase_ranks(list(lost))} of epoch {self.roster.epoch}: {seen}"
-            return PeerLost(text, list(lost), seen=seen)
-        if self.roster.is_being_left:
-            return PeerLost(self.given_up, seen="reported by another rank")
-        return None
-
-    @property
-    def given_up(self) -> str:
-        """Text for the case that another member has given the epoch up."""
-        return f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
+    return _go_on(alone, roster, watch.states, proposal, timeout, what, changes)
 
 
 def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
@@ -276,9 +249,9 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     new, failure = None, None
     release: StoreRelease | None = None
     try:
-        store = WatchedStore(_meeting_place(roster, watch, limit), limit, watch.error)
+        store = JobStore(_meeting_place(roster, watch, limit), timeout=limit, lost=watch.error)
         if roster.rank != 0 and roster.kept is not None:
-            release = StoreRelease(store, lambda: watch.is_away(0))
+            release = StoreRelease(store, watch.store_is_lost)
         world = init.world_of(store, roster.rank, len(roster.members), limit)
         new = init.begin(
             before.loaded, replace(world, roster=roster), before.timeout, native=before.is_native
@@ -300,24 +273,23 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     raise failure
 
 
-def _meeting_place(roster: EpochLog, watch: EpochWatch, timeout: float) -> Store:
+def _meeting_place(roster: EpochLog, watch: EpochWatch, timeout: float) -> JobStore:
     """Return the store of an epoch's world, in which its ranks exchange their addresses.
 
     With a launcher's store, it is a part of the store for decisions. Otherwise it is in the epoch's rank 0,
     and is lost with it, as is the epoch's world.
     """
     if roster.kept is None:
-        return part_of(roster.root, roster.place)
+        return roster.root.part(roster.place)
     roster.watch(watch.is_cut_off)
     places = {process.place for process in roster.members}
     key = f"{roster.place}/store"
     if roster.rank == 0:
         host, port = own_server(timeout, everywhere=len(places) > 1)
         roster.root.set(key, json.dumps([host, port, secrets.token_hex(8)]))
-    found = WatchedStore(roster.root, timeout, watch.error).get(key)
+    found = JobStore(roster.root, timeout=timeout, lost=watch.error).get(key)
     host, port, name = json.loads(found)
-    part, secret = PrefixStore(name, met_in(host, port, timeout)), secret_of(roster.root)
-    return SignedStore(part, secret, name) if secret else part
+    return JobStore(PrefixStore(name, met_in(host, port, timeout)), roster.root.secret, name)
 
 
 def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
@@ -353,7 +325,7 @@ def remove_world(
         return  # the store ended with its process
     stores = [roster.root] if roster.kept is None and roster.epoch == 0 else []  # where processes met
     if roster.kept is None:
-        stores.append(part_of(roster.root, roster.place))
+        stores.append(roster.root.part(roster.place))
     elif runtime.world.roster is roster and runtime.world.store is not None:
         stores.append(runtime.world.store)
     share, number = len(left), left.index(own)
@@ -362,7 +334,7 @@ def remove_world(
         with suppress(RuntimeError):  # the store does not answer any more
             for store in stores:
                 keeps = _MET if store is roster.root else _DECIDED
-                for key in keys_of(store):
+                for key in store.list_keys():
                     if crc32(key.encode()) % share == number and not keeps.fullmatch(key):
                         store.delete_key(key)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mcr_plus.backends import preferred_backends
 from mcr_plus.communicator.communicator import Communicator
@@ -29,6 +29,7 @@ from mcr_plus.core.environment import (
     restarts,
     usable_cores,
 )
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.engine.closing import release_waiting
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import (
@@ -48,6 +49,7 @@ from mcr_plus.job.checks import (
     versions_on_rank_0,
 )
 from mcr_plus.job.exit_barrier import shutdown_barrier
+from mcr_plus.job.members import MemberWatch
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.rendezvous.arrivals import STOPPED_FOR
@@ -57,15 +59,9 @@ from mcr_plus.rendezvous.store import (
     job_announced,
     open_plain_store,
     open_store,
-    part_of,
-    secret_of,
 )
-from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import use_algorithms
-
-if TYPE_CHECKING:
-    from mcr_plus.job.loss_watch import LossWatch
 
 Source = str | Path | Mapping[str, Any] | None
 """The forms in which a configuration may be given, see `config.load`."""
@@ -162,7 +158,7 @@ def readable(load: Callable[[], Config]) -> Config | ConfigError:
         return error
 
 
-def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeout: float) -> Runtime:
+def join(loaded: Config | ConfigError, store: JobStore, rank: int, size: int, timeout: float) -> Runtime:
     """Do the work of `init` for ranks that have found each other; `store`, a new one, reaches all of them.
 
     `loaded`: see `readable`. Raises as `init` does.
@@ -256,13 +252,13 @@ def _find_ranks(environment: LaunchEnvironment, timeout: float, stopped: float) 
     return world_of(store, environment.rank, environment.world_size, timeout)
 
 
-def world_of(store: Store, rank: int, size: int, timeout: float) -> World:
+def world_of(store: JobStore, rank: int, size: int, timeout: float) -> World:
     """Return the world of ranks that share a part of a store; collective over them."""
     mine = json.dumps([host_name(), sum(1 << core for core in usable_cores())])
     places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
     hosts = tuple(host for host, _ in places)
     here = reduce(operator.or_, (mask for host, mask in places if host == hosts[rank]))
-    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=secret_of(store))
+    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=store.secret)
 
 
 def finalize() -> None:
@@ -320,10 +316,8 @@ def reset() -> Communicator:
         )
     failure = _await_callers_of_reset(runtime)
     runtime.prepare_reset()
-    from mcr_plus.job.loss_watch import LossWatch
-
     sight, roster = runtime.hand_over(), runtime.roster
-    watch = None if roster is None else LossWatch(roster.members, roster.rank, runtime.config, sight)
+    watch = None if roster is None else MemberWatch(roster, runtime.config, sight)
     if failure is None:  # all ranks are here, and none uses the old world any more
         for backend in runtime.engine.backends:
             backend.disconnect()
@@ -355,7 +349,7 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
         return None
     release_waiting(runtime.engine, runtime.lost_ranks(), "reset")
     lost = partial(runtime.lost_among, range(world.size))
-    store = WatchedStore(unwatched(world.store), world.timeout, lost)
+    store = JobStore(world.store, timeout=world.timeout, lost=lost)
     try:
         exchange(store, world.rank, world.size, "reset/called", "", world.timeout)
     except PeerLost as error:
@@ -370,12 +364,12 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
     raise loss.again(f"reset: {loss}; the remaining ranks can continue with mcr.shrink()")
 
 
-def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
+def _fresh_world(runtime: Runtime, watch: MemberWatch | None) -> World:
     world = runtime.world
     if world.store is not None:
         assert watch is not None
-        plain, idle = unwatched(world.store), runtime.idle_channels
-        store = WatchedStore(plain, world.timeout, watch.error)
+        idle = runtime.idle_channels
+        store = JobStore(world.store, timeout=world.timeout, lost=watch.error)
         mine = json.dumps([secrets.token_hex(8), idle.closable(runtime.engine.off)])
         texts = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
         (name, _), *_ = answers = [json.loads(text) for text in texts]
@@ -386,7 +380,7 @@ def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
         for group in list(world.stores):
             runtime.leave_store(group)
         kept = runtime.roster.kept if runtime.roster is not None else None
-        part = WatchedStore(part_of(plain, name), world.timeout, watch.error)
+        part = JobStore(world.store.part(name), timeout=world.timeout, lost=watch.error)
         world = world_of(part, world.rank, world.size, world.timeout)
         world = replace(world, kept=None if kept is None else kept.part(f"members/{name}"))
     for state in runtime.engine.states:  # all ranks have left

@@ -1,18 +1,21 @@
-"""The members of a job as a world begins: their processes, and the store for later decisions."""
+"""The members of a job as a world begins: their processes, losses among them, and the store for decisions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
+from mcr_plus.core.job_store import JobStore
+from mcr_plus.engine.options import DispatchOptions
+from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.hosts.protocol import silence
 from mcr_plus.membership.epoch_log import EpochLog
-from mcr_plus.rendezvous.processes import Peers
-from mcr_plus.rendezvous.signing import SignedStore
-from mcr_plus.rendezvous.watched_store import unwatched
+from mcr_plus.rendezvous.processes import Peers, Sight
 
 if TYPE_CHECKING:
-    from mcr_plus.engine.options import DispatchOptions
+    from collections.abc import Iterable
+
+    from mcr_plus.config.schema import Config
     from mcr_plus.rendezvous.world import World
 
 _SILENT: Final = 30.0  # s; on overloaded hosts, agents have not run for more than two
@@ -48,6 +51,38 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> EpochLog:
 
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
-        return EpochLog(unwatched(store), 0, members, world.rank)
-    root = SignedStore(kept, world.secret, "members") if world.secret else kept
-    return EpochLog(root, 0, members, world.rank, kept=kept)
+        return EpochLog(JobStore(store), 0, members, world.rank)
+    return EpochLog(JobStore(kept, world.secret, "members"), 0, members, world.rank, kept=kept)
+
+
+class MemberWatch(Peers):
+    """The processes of a world's members while the world is made, when no watchdog runs yet."""
+
+    def __init__(self, roster: EpochLog, config: Config, sight: Sight | None = None) -> None:
+        """`sight`: findings of the previous world's agents about members on other hosts."""
+        options = config.options("dispatch")
+        assert isinstance(options, DispatchOptions)
+        members = roster.members
+        places = tuple(process.place for process in members)
+        grace = options.stop_grace
+        super().__init__(roster.rank, places, None, 0.0, stop_grace=grace, processes=members, sight=sight)
+        self.roster = roster
+
+
+class EpochWatch(MemberWatch):
+    """The processes of an epoch's members, and their decisions."""
+
+    def error(self, ranks: Iterable[int] | None = None) -> PeerLost | None:  # noqa: ARG002 - about all of them
+        """Return the error that ends a wait for a value from the members, if any."""
+        if lost := self.states():
+            seen = ", ".join(dict.fromkeys(lost.values()))
+            text = f"{phrase_ranks(list(lost))} of epoch {self.roster.epoch}: {seen}"
+            return PeerLost(text, list(lost), seen=seen)
+        if self.roster.is_being_left:
+            return PeerLost(self.given_up, seen="reported by another rank")
+        return None
+
+    @property
+    def given_up(self) -> str:
+        """Text for the case that another member has given the epoch up."""
+        return f"a rank of epoch {self.roster.epoch} has seen the loss of another one"

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import torch
 
 from mcr_plus.config.reader import fingerprint
-from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, look
+from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import (
     agent_has_store,
@@ -31,6 +31,7 @@ from mcr_plus.core.environment import (
     launch_environment,
     package_version,
 )
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.engine.closing import release_waiting
 from mcr_plus.errors import (
     BackendError,
@@ -45,19 +46,19 @@ from mcr_plus.errors import (
 )
 from mcr_plus.job import init
 from mcr_plus.job.epoch_change import (
-    EpochWatch,
     begin_epoch,
     close_world,
     remove_arrivals,
     remove_world,
 )
+from mcr_plus.job.members import EpochWatch
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.membership.epoch_log import EpochLog
 from mcr_plus.membership.rules import Decision, Process
 from mcr_plus.rendezvous.identity import own_process
-from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, read_offer
-from mcr_plus.rendezvous.store import own_server
+from mcr_plus.rendezvous.secret_offer import SecretOffer, read_offer
+from mcr_plus.rendezvous.store_connections import opened, own_server
 
 _log = logging.getLogger("mcr_plus")
 _FORM: Final = "mcr1:"
@@ -146,7 +147,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     members = tuple(each.process._replace(number=number) for number, each in enumerate(handles))
     part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
     secret = job_secret()
-    store = SignedStore(part, secret, name) if secret else part
+    store = JobStore(part, secret, name)
     # Without a secret in the environment, rank 0 offers one if all processes share its host.
     offer = SecretOffer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
     stale = handles[rank].token != _own(runtime).token
@@ -185,10 +186,10 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
         return new
 
 
-def _signed(part: Store, place: str, name: str) -> Store:
+def _signed(part: Store, place: str, name: str) -> JobStore:
     """Return a part of a store whose values are signed by the secret at `place`."""
     try:
-        return SignedStore(part, read_offer(place), name)
+        return JobStore(part, read_offer(place), name)
     except LaunchError:
         part.set("epoch0/leaving", "")  # so that others do not wait for this process
         raise
@@ -212,9 +213,7 @@ def _meet(first: ProcessHandle, uuid: str, timeout: float) -> Store:
     """Return the part, for one attempt, of the store that the first handle names."""
     host, port = first.address
     try:
-        server = TCPStore(
-            host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
-        )
+        server = opened(host, port, timedelta(seconds=timeout))
     except RuntimeError as error:
         raise LaunchError(f"reconfigure: no store at {host}:{port}, where all meet: {error}") from error
     return PrefixStore(f"reconfigure/{uuid}", server)
@@ -244,7 +243,7 @@ def _passport(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> str:
+def _gather(store: JobStore, mine: _Coming, watch: EpochWatch, timeout: float) -> str:
     """Wait until all processes have arrived; if one does not or cannot, raise on all that have.
 
     Returns rank 0's offer.
@@ -256,7 +255,7 @@ def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> s
         store.compare_set(verdict, "", json.dumps(["argument", _DIFFERENT]))
         is_other = json.loads(store.get(verdict))[1] != _DIFFERENT
         raise InvalidArgument(f"reconfigure: {_USED if is_other else _DIFFERENT}")
-    known = look(store, verdict)
+    known = store.look(verdict)
     has_begun = known is not None and json.loads(known)[0] == _GO  # begun: all had arrived before
     if has_begun or store.check([keys[rank]]):
         raise InvalidArgument(f"reconfigure: {_USED}")
@@ -278,7 +277,7 @@ def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -
             return decided
         if looks.passed():
             looks = Deadline(_LOOKS_AFTER)
-            lost = {rank: state for rank, state in watch.lost().items() if not store.check([keys[rank]])}
+            lost = {rank: state for rank, state in watch.states().items() if not store.check([keys[rank]])}
             if lost:
                 return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
         if deadline.passed():
@@ -297,7 +296,7 @@ def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -
             if each.passport.get(name) != value:
                 other = each.passport.get(name)
                 return ["differs", f"{name} is {other!r} on rank {rank} and {value!r} on rank 0"]
-    if lost := watch.lost():
+    if lost := watch.states():
         return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
     return [_GO, ""]
 

@@ -28,8 +28,7 @@ from mcr_plus.errors import (
 from mcr_plus.job.agreement import agree_before_opening, gather_patiently
 from mcr_plus.job.checks import distinct_ranks
 from mcr_plus.job.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
-from mcr_plus.job.groups import IdleChannels
-from mcr_plus.job.libraries import Libraries
+from mcr_plus.job.libraries import IdleChannels, Libraries
 from mcr_plus.job.members import first_roster, observed
 from mcr_plus.job.opening import open_with_parts, warn_of_missing
 from mcr_plus.job.process import job
@@ -38,7 +37,6 @@ from mcr_plus.kernels import compiling
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
-from mcr_plus.rendezvous.processes import loss_of
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ class Runtime:
         groups: open groups, in the order in which they were opened.
         idle_channels: channels of groups closed here, which all ranks must close together.
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
-        unmerged: group, stage and name of entries in `restored` that differ between ranks, see `codec_state`.
+        unmerged: group, stage and name of entries in `restored` that differ between ranks, see `rebind`.
         tagged: models by the tags of their operations. Two models with one tag would share codec state.
         attached: objects of higher layers that live as long as the job, by name.
         roster: the members of the job; None in a single process that no job has taken in.
@@ -138,8 +136,7 @@ class Runtime:
 
     def lost_ranks(self) -> dict[int, str]:
         """States of the job's lost ranks that this process knows."""
-        found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
-        return {rank: loss.status for rank, loss in found.items() if loss is not None}
+        return self._peers.states()
 
     def suspect(self, ranks: Sequence[int]) -> None:
         """Note that other processes have found these ranks lost; see `Peers.suspect`."""
@@ -162,8 +159,7 @@ class Runtime:
 
     def lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
         """Return the error of a wait for one of these ranks, if any is lost."""
-        found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}
-        return loss_of({rank: loss for rank, loss in found.items() if loss is not None})
+        return self._peers.error(ranks)
 
     def _abort_start(self) -> None:
         """Close libraries and groups of a job that cannot begin."""

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.core.environment import LOOPBACK
-from mcr_plus.launch.store import loopback_store
+from mcr_plus.rendezvous.store_connections import served
 
 _MONITOR_INTERVAL_S = 0.05
 
@@ -27,7 +27,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def __init__(self) -> None:
         """Open the store."""
-        self._store = loopback_store()
+        self._store = served()
 
     @property
     def use_agent_store(self) -> bool:

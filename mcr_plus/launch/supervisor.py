@@ -35,8 +35,8 @@ from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.launch import scratch
 from mcr_plus.launch.channels import signal_name
-from mcr_plus.launch.store import loopback_store
 from mcr_plus.rendezvous.arrivals import have_met, have_trained, note_end, takes_in
+from mcr_plus.rendezvous.store_connections import served
 
 _POLL_S = 0.02
 _SHORTEST_LIFE_S = 1.0  # seconds; a rank that fails sooner is restarted only after this time
@@ -71,7 +71,7 @@ class Supervisor:
         self._limit, self._used = restarts, 0
         self._command = command
         self._status = os.open(f"{folder}/status", os.O_WRONLY | os.O_CLOEXEC)
-        self._store = loopback_store()
+        self._store = served()
         self._signal: int | None = None
 
     def run(self) -> int:
@@ -163,7 +163,7 @@ class Supervisor:
     def _begin_anew(self) -> None:
         """Start all ranks again."""
         self._stop([rank.process for rank in self._ranks if rank.process is not None])
-        self._store = loopback_store()
+        self._store = served()
         for rank in self._ranks:
             if rank.process is not None:
                 self._replace(rank)

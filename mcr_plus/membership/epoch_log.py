@@ -38,7 +38,7 @@ from mcr_plus.errors import LaunchError
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
 if TYPE_CHECKING:
-    from mcr_plus.core.c10d import Store
+    from mcr_plus.core.job_store import JobStore
     from mcr_plus.membership.request import JoinRequest
 
 TRAINING: Final = "training"
@@ -98,7 +98,7 @@ class EpochLog:
         precopies: newcomers receive the state before they are taken in, unless there are too few members.
     """
 
-    root: Store
+    root: JobStore
     epoch: int
     members: tuple[Process, ...]
     rank: int
@@ -317,7 +317,7 @@ def _read(text: bytes) -> EpochDecision:
 
 
 def join(
-    root: Store,
+    root: JobStore,
     newcomer: Process,
     passport: Mapping[str, str],
     timeout: float,

@@ -15,7 +15,7 @@ import json
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from mcr_plus.core.c10d import Store
+    from mcr_plus.core.job_store import JobStore
 
 TRIES: Final = 3
 """Number of members that a newcomer asks for the state before it is taken in without the state."""
@@ -26,7 +26,7 @@ Place = tuple[str, int] | None
 class JoinRequest(NamedTuple):
     """One request, as the newcomer and the members see it."""
 
-    root: Store
+    root: JobStore
     number: int
 
     @property

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.membership.epoch_log import TAKES_IN, TRAINING
 from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
 from mcr_plus.rendezvous.init_connections import InitConnections
-from mcr_plus.rendezvous.signing import SignedStore
 
 if TYPE_CHECKING:
     from mcr_plus.membership.rules import Process
@@ -59,7 +59,7 @@ class JobArrivals:
         secret = job_secret()
         has_supervisor = bool(secret) and agent_has_store() and min_ranks() is not None
         self._records = (
-            SignedStore(launchers, secret, _SUPERVISOR) if launchers is not None and has_supervisor else None
+            JobStore(launchers, secret, _SUPERVISOR) if launchers is not None and has_supervisor else None
         )
 
     def forget_restarted(self) -> list[int]:
@@ -128,7 +128,7 @@ def _part_of_job(store: Store) -> Store:
 def note_end(store: Store, rank: int, how: str) -> None:
     """Note in a launcher's store, for ranks in `init`, that a rank has ended and will not be restarted."""
     if secret := job_secret():
-        SignedStore(PrefixStore(PREFIX, store), secret, _SUPERVISOR).set(_key(rank), how)
+        JobStore(PrefixStore(PREFIX, store), secret, _SUPERVISOR).set(_key(rank), how)
 
 
 def loss_as_text(loss: PeerLost) -> str:

@@ -33,12 +33,12 @@ from mcr_plus.core.environment import LOOPBACK, job_secret, on_one_host
 from mcr_plus.core.proc import read_stat
 from mcr_plus.errors import LaunchError
 from mcr_plus.rendezvous.identity import DIED, STOPPED
-from mcr_plus.rendezvous.signing import address_of
+from mcr_plus.rendezvous.network import meeting_address
+from mcr_plus.rendezvous.store_connections import StoreRelease, listening, server_of
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
     from mcr_plus.hosts.handshake import Handshakes
-    from mcr_plus.rendezvous.store_release import StoreRelease
 
 Address = tuple[str, int]
 Listening = tuple[Address, Address | None]
@@ -74,10 +74,10 @@ class InitConnections:
 
         `name`: name of this `init`, which `ranks` ranks have from the job's `store`.
         """
-        if on_one_host(ranks=ranks) or address_of(store) in (LOOPBACK, "localhost"):
+        if on_one_host(ranks=ranks) or server_of(store)[0] in (LOOPBACK, "localhost"):
             return None
         try:
-            listener, of_witness = _listener(), _listener()
+            listener, of_witness = listening(meeting_address()), listening(meeting_address())
         except (OSError, LaunchError) as error:
             _log.debug("lost ranks of other hosts are noticed only at the deadline of init: %s", error)
             return None
@@ -96,7 +96,6 @@ class InitConnections:
         Until `close`, a request to `store` that a silent host does not answer is ended too.
         """
         from mcr_plus.hosts.handshake import greeting
-        from mcr_plus.rendezvous.store_release import StoreRelease
 
         (host, port), of_witness = listening
         try:
@@ -281,19 +280,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _listener() -> socket.socket:
-    from mcr_plus.rendezvous.network import meeting_address
-
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        made.bind((meeting_address(), 0))
-        made.listen(1024)
-    except (OSError, LaunchError):
-        made.close()
-        raise
-    return made
 
 
 def _watch(link: socket.socket) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mcr_plus.core.c10d import Store
     from mcr_plus.hosts.findings import Findings
-    from mcr_plus.rendezvous.store_release import StoreRelease
+    from mcr_plus.rendezvous.store_connections import StoreRelease
 
 Status = Literal["running", "stopped", "dead", "silent", "left", "unknown"]
 LEFT: Final = "has left"
@@ -38,14 +38,6 @@ class Loss(NamedTuple):
 
     status: Literal["dead", "stopped", "silent"]
     seen: str
-
-
-def loss_of(losses: dict[int, Loss]) -> PeerLost | None:
-    """Return the error of a wait for ranks of the job, given their losses; None without any."""
-    if not losses:
-        return None
-    seen = "; ".join(dict.fromkeys(loss.seen for loss in losses.values()))
-    return PeerLost(f"{phrase_ranks(list(losses))} of the job: {seen}", list(losses), seen=seen)
 
 
 class Sight:
@@ -131,7 +123,7 @@ class Peers:
             self._enough = beats if shortens else heartbeat or beats
             self.patience = _FINDING_SHOWS + beats
             if rank != 0:  # rank 0 has the store, or shares the host of the agent that has it
-                from mcr_plus.rendezvous.store_release import StoreRelease  # most jobs have one host
+                from mcr_plus.rendezvous.store_connections import StoreRelease  # most jobs have one host
 
                 self._release = StoreRelease(store, self.store_is_lost)
 
@@ -300,3 +292,21 @@ class Peers:
         now = time.monotonic()
         stop = self._stopped.setdefault(rank, Stop(self._stop_grace, now))
         return Loss("stopped", "stopped") if stop.is_certain(now) else None
+
+    def losses(self, ranks: Iterable[int] | None = None) -> dict[int, Loss]:
+        """Return the losses among these ranks (None: all) that are known here; never this rank's own."""
+        others = range(len(self.processes)) if ranks is None else ranks
+        found = {rank: self.lost(rank) for rank in others if rank != self._rank}
+        return {rank: loss for rank, loss in found.items() if loss is not None}
+
+    def states(self) -> dict[int, str]:
+        """Return the states of the lost ranks."""
+        return {rank: loss.status for rank, loss in self.losses().items()}
+
+    def error(self, ranks: Iterable[int] | None = None) -> PeerLost | None:
+        """Return the error of a wait for one of these ranks (None: all), if any is lost."""
+        losses = self.losses(ranks)
+        if not losses:
+            return None
+        seen = "; ".join(dict.fromkeys(loss.seen for loss in losses.values()))
+        return PeerLost(f"{phrase_ranks(list(losses))} of the job: {seen}", list(losses), seen=seen)

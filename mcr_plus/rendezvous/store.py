@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import socket
 from contextlib import suppress
 from datetime import timedelta
 from errno import EADDRINUSE
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from torch.distributed import DistError
 
-from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, on_socket
+from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import (
     LOOPBACK,
     LaunchEnvironment,
     job_secret,
-    meeting_interface,
     min_ranks,
     on_one_host,
     slurm_step,
 )
+from mcr_plus.core.job_store import JobStore, unsigned
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.rendezvous.arrivals import (
     NAME_OF_JOB,
@@ -34,27 +33,25 @@ from mcr_plus.rendezvous.arrivals import (
     loss_as_text,
     raise_loss,
 )
-from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
-from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, address_of, read_offer, unsigned
+from mcr_plus.rendezvous.network import meeting_address
+from mcr_plus.rendezvous.secret_offer import SecretOffer, read_offer
+from mcr_plus.rendezvous.store_connections import known_stores, listening, opened, server_of
 from mcr_plus.rendezvous.store_namespaces import unused_name, unused_part
 from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
-from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group
 
-_CONNECTS_WITHIN: Final = 30.0  # seconds
 _REASONS: Final = 3  # most reasons in a message
 _LONGEST_REASON: Final = 300  # characters: any process may have written the reason
 _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
 _log = logging.getLogger("mcr_plus")
 _warned = False  # log the warning about unsigned values once per process
-_own_servers: dict[str, TCPStore] = {}  # by address; see `own_server`
 _by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, and its secret
 
 
-def open_store(environment: LaunchEnvironment, timeout: float, stopped: float = STOPPED_FOR) -> Store:
+def open_store(environment: LaunchEnvironment, timeout: float, stopped: float = STOPPED_FOR) -> JobStore:
     """Connect to the job's store, creating it on rank 0 if the launcher has none; collective.
 
     A store that rank 0 creates listens on loopback when all ranks share the host. Returns a part of it
@@ -78,27 +75,14 @@ def job_announced(environment: LaunchEnvironment, timeout: float) -> bool:
     return store.check([NAME_OF_JOB])
 
 
-def join_store(environment: LaunchEnvironment, timeout: float) -> Store:
+def join_store(environment: LaunchEnvironment, timeout: float) -> JobStore:
     """Return the ranks' part of the launcher's store, for a process that wants to join them.
 
     Only after `job_announced`. Raises `LaunchError` if there is no store.
     """
     store, _ = _connect(environment, timeout)
     name = store.get(NAME_OF_JOB).decode()
-    part, secret = PrefixStore(name, store), job_secret()
-    return SignedStore(part, secret, name) if secret else part
-
-
-def part_of(store: Store, name: str) -> Store:
-    """Return a part of a job's store, signed like the store, and not watched."""
-    store = unwatched(store)
-    return store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
-
-
-def secret_of(store: Store) -> bytes:
-    """Return the secret of the ranks that share a store; empty if its values are not signed."""
-    store = unwatched(store)
-    return store.secret if isinstance(store, SignedStore) else b""
+    return JobStore(PrefixStore(name, store), job_secret(), name)
 
 
 def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
@@ -133,7 +117,7 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
     return PrefixStore(PREFIX, store), secret
 
 
-def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> Store:
+def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> JobStore:
     """Return an `unused_part` with signed values, so that values of other programs are refused; collective.
 
     The secret is `secret`, the one in MCR_SECRET, or one that rank 0 offers to processes of the same user on
@@ -148,20 +132,19 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
 
 def _signed_part(
     store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals, secret: bytes = b""
-) -> tuple[Store, str]:
+) -> tuple[JobStore, str]:
     """See `signed_part`; also returns the name of the part."""
     name = unused_name(store, rank, size, timeout, arrivals)
     part = PrefixStore(name, store)
     problem, own = "", secret or job_secret()
     if not own:
-        watched = WatchedStore(part, timeout + SLACK, arrivals.error)
+        watched = JobStore(part, timeout=timeout + SLACK, lost=arrivals.error)
         own, problem = _offered_secret(watched, name, rank, size, timeout)
         if not problem:
-            usual = SignedStore(part, own, name) if own else part
-            return WatchedStore(usual, timeout, arrivals.error), name
+            return JobStore(part, own, name, timeout=timeout, lost=arrivals.error), name
     elif not secret:  # so that ranks without a secret do not wait
         part.set(f"reads/{rank}" if rank else "offer", _HAS_ITS_OWN if rank else "")
-    signed = WatchedStore(SignedStore(part, own or b"unknown", name), timeout, arrivals.error)
+    signed = JobStore(part, own or b"unknown", name, timeout=timeout, lost=arrivals.error)
     try:
         exchange(signed, rank, size, "signed", "", timeout)
     except (LaunchError, PeerLost):  # the other ranks may have ended because of the error
@@ -175,7 +158,7 @@ def _signed_part(
     return signed, name
 
 
-def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float) -> tuple[bytes, str]:
+def _offered_secret(part: JobStore, name: str, rank: int, size: int, timeout: float) -> tuple[bytes, str]:
     """Return the secret that rank 0 offers, empty if values stay unsigned; or a problem, on all ranks.
 
     Ranks that have read the secret sign their answers, and rank 0 signs the list of ranks that have not, so
@@ -187,7 +170,7 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
     try:
         if offer is not None:
             secret = offer.secret
-            without = _offer_secret(part, SignedStore(part, secret, name), offer.place, size, timeout)
+            without = _offer_secret(part, JobStore(part.inner, secret, name), offer.place, size, timeout)
         else:
             secret, without = _read_secret(part, name, rank, timeout)
     finally:
@@ -200,7 +183,7 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
     reasons = reasons if reasons.isprintable() else repr(reasons)
     if secret and str(rank) in without:
         raise LaunchError(f"another program has answered for rank {rank} in the job's store: {reasons}")
-    shared = on_one_host(ranks=size) or address_of(unwatched(part)) in (LOOPBACK, "localhost")
+    shared = on_one_host(ranks=size) or server_of(part)[0] in (LOOPBACK, "localhost")
     if shared or not without or _HAS_ITS_OWN in without.values():
         return b"", reasons or "rank 0 has not written the answer in the job's store"
     global _warned
@@ -241,7 +224,7 @@ def _reason(part: Store, signed: Store, key: str) -> str:
     return ""
 
 
-def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[bytes, dict[str, str]]:
+def _read_secret(part: JobStore, name: str, rank: int, timeout: float) -> tuple[bytes, dict[str, str]]:
     """Return, on other ranks, the secret (empty if unreadable), and why ranks have not read it, by rank."""
     secret, patience = b"", timedelta(seconds=timeout + SLACK)
     try:
@@ -251,11 +234,11 @@ def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[byt
             return b"", {"0": _HAS_ITS_OWN}
         try:
             secret = read_offer(place)
-            SignedStore(part, secret, name).set(f"reads/{rank}", "")
+            JobStore(part.inner, secret, name).set(f"reads/{rank}", "")
         except LaunchError as error:
             part.set(f"reads/{rank}", str(error))
         part.wait(["without"], patience)
-        said = SignedStore(part, secret, name).get("without") if secret else unsigned(part.get("without"))
+        said = JobStore(part.inner, secret, name).get("without") if secret else unsigned(part.get("without"))
         without = dict(json.loads(said))
         raise_loss(without)
         return secret, without
@@ -371,66 +354,13 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     if known is not None:  # init after finalize: this process already has the address
         return known
     is_server = environment.rank == 0 and not environment.agent_store
-    options: dict[str, Any] = {}
-    if is_server and address in (LOOPBACK, "localhost"):
-        options = on_socket(_listen(LOOPBACK, port))
-    size, who = environment.world_size, f"rank {environment.rank} of {environment.world_size}"
+    is_local = is_server and address in (LOOPBACK, "localhost")
+    listener = listening(LOOPBACK, port) if is_local else None
+    who = f"rank {environment.rank} of {environment.world_size}"
     server = "the launcher" if environment.agent_store else "rank 0"
     with logged_waiting(lambda: f"{who} cannot connect to {address}:{port}, where {server} should listen"):
-        # multi_tenant: the program's own init_process_group may use the same port in this process.
-        store = known_stores[address, port] = TCPStore(
-            address, port, size, is_server, limit, wait_for_workers=False, multi_tenant=True, **options
-        )
+        store = known_stores[address, port] = opened(address, port, limit, listener, serves=is_server)
     return store
-
-
-def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
-    """Return host and port of a store served by this process for others to meet in; started at the first
-    call.
-
-    It listens on loopback, unless other hosts must reach it: `everywhere`, or MCR_SOCKET_IFNAME or
-    GLOO_SOCKET_IFNAME names an interface.
-    """
-    from mcr_plus.rendezvous.network import meeting_address
-
-    address = meeting_address() if everywhere or meeting_interface() else LOOPBACK
-    if address not in _own_servers:
-        listener = _listen(address, 0)
-        port = listener.getsockname()[1]
-        limit = timedelta(seconds=timeout)
-        server = TCPStore(address, port, None, True, limit, wait_for_workers=False, **on_socket(listener))
-        _own_servers[address] = known_stores[server.host, server.port] = server
-    return _own_servers[address].host, _own_servers[address].port
-
-
-def met_in(host: str, port: int, timeout: float) -> Store:
-    """Return the store that a rank serves for others (`own_server`); each process connects once.
-
-    Raises `LaunchError` if it does not answer.
-    """
-    known = known_stores.get((host, port))
-    try:
-        if known is None:
-            limit = timedelta(seconds=min(timeout, _CONNECTS_WITHIN))
-            known = TCPStore(host, port, None, False, limit, wait_for_workers=False, multi_tenant=True)
-            known_stores[host, port] = known
-        known.set_timeout(timedelta(seconds=timeout))
-    except RuntimeError as error:
-        raise LaunchError(f"no store at {host}:{port}, where ranks meet: {error}") from error
-    return known
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket bound to one address; TCPStore itself would bind all interfaces."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Store, bytes]:
@@ -459,14 +389,10 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Stor
     place = bytearray(64) + secrets.token_bytes(32)
     listener = None
     if comm.rank == 0:
-        from mcr_plus.rendezvous.network import meeting_address
-
-        listener = _listen(address or meeting_address(), 0)
+        listener = listening(address or meeting_address())
         host, port = listener.getsockname()
         place[:64] = f"{host}:{port}".encode().ljust(64)
     comm.Bcast([place, mpi.BYTE], root=0)
     host, _, number = place[:64].decode().strip().partition(":")
-    options: dict[str, Any] = {} if listener is None else on_socket(listener)
-    store = TCPStore(host, int(number), comm.size, comm.rank == 0, limit, wait_for_workers=False, **options)
-    _by_mpi.append((store, bytes(place[64:])))
+    _by_mpi.append((opened(host, int(number), limit, listener), bytes(place[64:])))
     return _by_mpi[0]

@@ -9,13 +9,13 @@ from typing import Final
 
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.errors import LaunchError, PeerLost
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.arrivals import SLACK, JobArrivals, loss_as_text, raise_loss
 from mcr_plus.rendezvous.identity import is_visible
-from mcr_plus.rendezvous.signing import place_of
+from mcr_plus.rendezvous.store_connections import server_of
 from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
-from mcr_plus.rendezvous.watched_store import WatchedStore
 
 _LONGEST_NAP: Final = 0.02
 _LOOKS_AFTER: Final = 0.1  # s between checks of the arrived ranks' processes
@@ -41,7 +41,8 @@ def unused_part(store: Store, rank: int, size: int, timeout: float, launchers: S
 def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals) -> str:
     """Return the name of an `unused_part`; all `arrivals` are known then. Long waits are logged."""
     missing = list(range(1, size))
-    place = place_of(store)
+    host, port = server_of(store)
+    place = f"{host}:{port}" if host else "the job's store"
 
     def waits() -> str:
         if rank and 0 not in arrivals.processes:
@@ -71,11 +72,11 @@ def _unused_name(
             raise
         part.set("here", json.dumps({"missing": missing, "processes": arrivals.processes}))
     else:
-        watched = WatchedStore(store, timeout + SLACK, arrivals.error)
+        watched = JobStore(store, timeout=timeout + SLACK, lost=arrivals.error)
         try:
             watched.set(f"asks/{rank}", mine)
             name = watched.get(f"answer/{mine}").decode()
-            own = WatchedStore(PrefixStore(name, store), timeout + SLACK, arrivals.error)
+            own = JobStore(PrefixStore(name, store), timeout=timeout + SLACK, lost=arrivals.error)
             process, listening = json.loads(own.get("here/0"))
             arrivals.processes[0] = Process(*process)
             if listening is not None and not is_visible(arrivals.own, arrivals.processes[0]):

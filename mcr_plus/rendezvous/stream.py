@@ -80,9 +80,9 @@ class Payload(NamedTuple):
     hash: bytes
 
     @classmethod
-    def of(cls, wire: torch.Tensor) -> Payload:
-        """Create the payload of flat uint8 `wire`; shares its memory."""
-        view: Any = wire.numpy()  # type checkers do not take it for a buffer
+    def of(cls, wire: torch.Tensor | bytes) -> Payload:
+        """Create the payload of bytes or of flat uint8; shares their memory."""
+        view: Any = wire if isinstance(wire, bytes) else wire.numpy()  # type checkers know no buffer there
         data = memoryview(view)
         return cls(data, _joined([_begun(piece) for piece in _pieces(data)]))
 
@@ -147,10 +147,6 @@ class StreamConnection:
             self._send(each.data)
         self.is_sending = False
 
-    def start(self, kind: int, nbytes: int, first: int = 0, second: int = 0) -> None:
-        """Send the head of a frame without signature; its body of `size` bytes must follow by `put`."""
-        self._send(memoryview(_HEAD.pack(_MAGIC, kind, nbytes, first, second)))
-
     def _send(self, part: memoryview) -> None:
         while part:
             part = part[self._sent(part) :]
@@ -178,7 +174,9 @@ class StreamConnection:
             raise AuthenticationFailed(
                 "the head of a frame of weights does not have the signature of the other end"
             )
-        kind, nbytes, first, second = _unpacked(signed[: _HEAD.size], most)
+        magic, kind, nbytes, first, second = _HEAD.unpack_from(signed)
+        if magic != _MAGIC or nbytes > most:
+            raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
         if announced is not None:
             announced(kind, first)
         if not nbytes:
@@ -201,10 +199,6 @@ class StreamConnection:
                 f"{nbytes} bytes of weights came that are not those that the other end has signed"
             )
         return kind, first, second, body
-
-    def head(self, most: int) -> tuple[int, int, int, int]:
-        """Receive the head of a frame of `start`, before its body: kind, bytes, and its two numbers."""
-        return _unpacked(self.take(_HEAD.size), most)
 
     def take(self, nbytes: int, within: float = math.inf) -> bytearray:
         """Receive `size` bytes; raise `EOFError` if they have not arrived in time."""
@@ -373,14 +367,6 @@ def longest(nbytes: int) -> int:
 
 def _signed(secret: bytes, role: bytes, nonces: bytes, rank: int) -> bytes:
     return hmac.digest(secret or b"\0", b"weights " + role + nonces + struct.pack("<I", rank), "sha256")
-
-
-def _unpacked(head: bytes | bytearray, most: int) -> tuple[int, int, int, int]:
-    """Return kind, bytes of the body, and the two numbers of a head."""
-    magic, kind, nbytes, first, second = _HEAD.unpack(head)
-    if magic != _MAGIC or nbytes > most:
-        raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
-    return kind, nbytes, first, second
 
 
 def _pieces(data: memoryview) -> list[memoryview]:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.core.environment import usable_cores
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import GroupStore, JobStore
 from mcr_plus.errors import PeerLost
-from mcr_plus.rendezvous.group_store import GroupStore
-from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mcr_plus.core.c10d import Store
     from mcr_plus.membership.epoch_log import EpochLog
     from mcr_plus.rendezvous.key_replicas import ReplicatedKeys
     from mcr_plus.waiting.futex import Wakeups
@@ -39,7 +37,7 @@ class World:
     size: int
     hosts: tuple[str, ...]
     timeout: float
-    store: Store | None = None
+    store: JobStore | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
     cores: int = field(default_factory=lambda: len(usable_cores()))
     secret: bytes = field(default=b"", repr=False)
@@ -71,7 +69,7 @@ class World:
             return None if lost is None else lost(group.ranks)
 
         if lost is not None:
-            store = WatchedStore(unwatched(store), self.timeout, error)
+            store = JobStore(store, timeout=self.timeout, lost=error)
         self.stores[group.name] = GroupStore(store, group)
 
     def leave_store(self, name: str) -> None:

@@ -23,6 +23,7 @@ from mcr_plus.config.options import Scope, options_marked
 from mcr_plus.config.schema import Config
 from mcr_plus.core.c10d import HashStore, PrefixStore, Store
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.hierarchy.nodes import check_nodes
@@ -198,7 +199,7 @@ def begin(store: Store, rank: int, size: int, timeout: timedelta, options: objec
     if job.runtime is not None and not job.runtime.closed:
         raise Unsupported("this process already has a job of mcr_plus; a process can have only one")
     seconds = timeout.total_seconds()
-    part = store if size == 1 else signed_part(PrefixStore("mcr_plus", store), rank, size, seconds)
+    part = JobStore(store) if size == 1 else signed_part(PrefixStore("mcr_plus", store), rank, size, seconds)
     running = join(readable(partial(_load, options)), part, rank, size, seconds)
     torch_job.enter(running, tuple(range(size)), joined=True)
     torch_job.use(running.communicator)

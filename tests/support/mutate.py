@@ -123,7 +123,7 @@ MUTATIONS = (
     Mutation("gradient of a reducescatter", "horovod/gradients.py", "reduction.before * reduction.after * (ranks if reduction.op == Sum else 1)", "reduction.before * reduction.after", "test_horovod"),
     Mutation("last rank that joined", "horovod/negotiation.py", "key=lambda rank: (self._joined_since[rank], rank)", "key=lambda rank: rank", "test_horovod"),
     # rendezvous, runtime, config, launch
-    Mutation("signature not checked", "rendezvous/signing.py", "return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None", "return value", "test_signing"),
+    Mutation("signature not checked", "core/job_store.py", "return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None", "return value", "test_signing"),
     Mutation("groups dropped by some", "job/agreement.py", "if all(dropped[rank].get(name) == members for rank in members)", "if any(dropped[rank].get(name) == members for rank in members)", "test_groups test_leaks"),
     Mutation("a table given as a configuration", "config/reader.py", '<= set(rule) and "match" not in rule', '<= set(rule) and "match" in rule', "test_config test_cli"),
     Mutation("a rank that failed", "launch/job.py", "all_zero = all(state.code == 0", "all_zero = any(state.code == 0", "test_launch"),

@@ -207,9 +207,9 @@ def _run_ulfm(
 def _run_torch(
     command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float, restarts: int
 ) -> tuple[Codes, bool]:
-    from mcr_plus.launch.store import loopback_store
+    from mcr_plus.rendezvous.store_connections import served
 
-    store = loopback_store()
+    store = served()
     found: Codes = []
     late = False
     for attempt in range(restarts + 1):

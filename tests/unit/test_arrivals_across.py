@@ -15,8 +15,9 @@ import pytest
 from mcr_plus.board.base import Failure
 from mcr_plus.board.operation_notes import KEPT, PART, NotedParts, packed, unpacked
 from mcr_plus.board.store import StoreBoard
-from mcr_plus.core.c10d import HashStore, WrappedStore
+from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.observe import cross_host_stragglers
 from mcr_plus.observe.cross_host_stragglers import AcrossHosts, Compared
 from mcr_plus.observe.stragglers import ArrivalCollector, Stragglers
@@ -326,14 +327,11 @@ def test_boards_across_hosts_give_back_what_ranks_have_published() -> None:
     assert boards[1].published(0) is None
 
 
-class Vanishing(WrappedStore):
+class Vanishing(JobStore):
     """A store in which values are removed by another rank once this one has seen that they are there.
 
     A request that would wait for a value that is gone fails.
     """
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]
 
     def check(self, keys: list[str]) -> bool:
         found = super().check(keys)

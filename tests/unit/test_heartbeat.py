@@ -32,7 +32,7 @@ from mcr_plus.hosts.protocol import (
     distances,
     silence,
 )
-from mcr_plus.rendezvous.store_release import release
+from mcr_plus.rendezvous.store_connections import release
 
 KEY: Final = b"secret"
 LATEST: Final = 0.05  # seconds that a datagram takes at most, where a test sets nothing else

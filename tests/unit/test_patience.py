@@ -15,11 +15,11 @@ import mcr_plus as mcr
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.environment import LaunchEnvironment
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.job import init
 from mcr_plus.rendezvous import store, wait_messages
 from mcr_plus.rendezvous.store_namespaces import unused_part
-from mcr_plus.rendezvous.watched_store import WatchedStore
 
 
 def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
@@ -48,7 +48,7 @@ def test_ranks_that_open_a_group_say_who_is_awaited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wait_messages, "_FIRST", 0.1)
-    meeting, ranks = WatchedStore(HashStore(), 60.0, lambda: None), (4, 2, 7)
+    meeting, ranks = JobStore(HashStore(), timeout=60.0, lost=lambda: None), (4, 2, 7)
 
     def come(rank: int) -> None:
         group = Group("pair", ranks, rank)

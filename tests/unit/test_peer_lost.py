@@ -20,6 +20,7 @@ import mcr_plus as mcr
 from mcr_plus.board.base import Failure, GroupBoard
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.core.proc import read_stat
 from mcr_plus.engine.group_state import GroupState
 from mcr_plus.engine.options import DispatchOptions
@@ -280,7 +281,7 @@ def test_a_suspicion_shortens_no_limit_that_the_program_has_chosen(
     monkeypatch.setattr(processes, "open_findings", lambda *_: Findings(mmap.mmap(-1, Findings.size(2)), 2))
     members = (own_process("here", 0), Process(1, "1", "there", 1))
     roster = SimpleNamespace(members=members, kept=None)
-    world = World(0, 2, ("here", "there"), 1.0, HashStore(), roster=cast("Any", roster))
+    world = World(0, 2, ("here", "there"), 1.0, JobStore(HashStore()), roster=cast("Any", roster))
     peers = observed(world, DispatchOptions(heartbeat=cast("Any", heartbeat)))
     findings = peers._findings
     assert findings is not None

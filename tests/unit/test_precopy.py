@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.elasticity import state_stream
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.elasticity.state_source import StateSource
 from mcr_plus.membership.request import TRIES, JoinRequest
+from mcr_plus.rendezvous.stream import StreamConnection
 
 WITHIN_S = 20.0
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -75,7 +77,7 @@ class Pair:
             made(2, frozen=frozen, optimizer=optimizer),
         )
         train(self.old, 2)
-        self.request = JoinRequest(HashStore(), 3)
+        self.request = JoinRequest(JobStore(HashStore()), 3)
         self.receiver = StateReceiver(*self.new)
         self.source = self.offer(0)
 
@@ -154,10 +156,10 @@ def test_steps_that_cannot_be_repeated_are_given_up() -> None:
 def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
+    def slow(link: StreamConnection, message: state_stream.StateMessage) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
-        send(link, secret, name, message)  # type: ignore[arg-type]
+        send(link, message)
 
     monkeypatch.setattr(state_stream, "send", slow)
     pair = Pair()
@@ -178,10 +180,10 @@ def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: p
 def test_a_copy_waiting_for_a_frozen_source_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
+    def slow(link: StreamConnection, message: state_stream.StateMessage) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
-        send(link, secret, name, message)  # type: ignore[arg-type]
+        send(link, message)
 
     monkeypatch.setattr(state_stream, "send", slow)
     pair = Pair(frozen=True)
@@ -253,7 +255,7 @@ def test_a_message_that_is_not_signed_is_not_unpickled() -> None:
     pair = Pair()
     pair.receiver.close()
     pair.source.close()
-    old, request = pair.old, JoinRequest(HashStore(), 4)
+    old, request = pair.old, JoinRequest(JobStore(HashStore()), 4)
     source = StateSource(*old, b"the secret", request.key, "127.0.0.1")
     request.offer(0, source.place)
     receiver = StateReceiver(*pair.new)

@@ -9,29 +9,29 @@ from typing import Any
 
 import pytest
 
-from mcr_plus.core.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore, WrappedStore, look, put
+from mcr_plus.core.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore, look, put
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.errors import LaunchError, PeerLost
-from mcr_plus.rendezvous.signing import SignedStore
-from mcr_plus.rendezvous.watched_store import WatchedStore
 
 
-class Lost(WrappedStore):
+class Lost:
     """The store of a rank that has died."""
 
     def __init__(self) -> None:
-        super().__init__(HashStore())
+        self._store = HashStore()
         self.has_died = False
 
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("get", "set", "check", "look") and object.__getattribute__(self, "has_died"):
+    def __getattr__(self, name: str) -> Any:
+        if self.has_died:
             raise RuntimeError("Connection reset by peer")
-        return object.__getattribute__(self, name)
+        return getattr(self._store, name)
 
 
-REQUESTS: list[Callable[[WatchedStore], object]] = [
+def watched(inner: Any, lost: Callable[[], PeerLost | None]) -> JobStore:
+    return JobStore(inner, timeout=30.0, lost=lost)
+
+
+REQUESTS: list[Callable[[JobStore], object]] = [
     lambda store: store.get("here"),
     lambda store: store.set("mine", "1"),
     lambda store: store.check(["here"]),
@@ -41,7 +41,7 @@ REQUESTS: list[Callable[[WatchedStore], object]] = [
 
 
 @pytest.mark.parametrize("request_of", REQUESTS)
-def test_an_error_of_the_store_is_the_loss_behind_it(request_of: Callable[[WatchedStore], object]) -> None:
+def test_an_error_of_the_store_is_the_loss_behind_it(request_of: Callable[[JobStore], object]) -> None:
     looks: list[int] = []
 
     def lost() -> PeerLost | None:
@@ -49,7 +49,7 @@ def test_an_error_of_the_store_is_the_loss_behind_it(request_of: Callable[[Watch
         return PeerLost("rank 0 of the job: process has died", [0]) if len(looks) > 3 else None
 
     inner = Lost()
-    store = WatchedStore(inner, 30.0, lost)
+    store = watched(inner, lost)
     store.set("here", "1")
     request_of(store)
     inner.has_died = True
@@ -65,13 +65,13 @@ def test_a_store_that_is_lost_in_between_is_the_loss_too() -> None:
         return PeerLost("rank 0 of the job: process has died", [0])
 
     with pytest.raises(PeerLost, match="rank 0"):
-        WatchedStore(inner, 30.0, lost).wait(["here"], timedelta(seconds=20))
+        watched(inner, lost).wait(["here"], timedelta(seconds=20))
 
 
 @pytest.mark.parametrize("request_of", REQUESTS)
-def test_without_a_loss_the_error_stays(request_of: Callable[[WatchedStore], object]) -> None:
+def test_without_a_loss_the_error_stays(request_of: Callable[[JobStore], object]) -> None:
     inner = Lost()
-    store = WatchedStore(inner, 30.0, lambda: None)
+    store = watched(inner, lambda: None)
     inner.has_died = True
     with pytest.raises(RuntimeError, match="Connection reset"):
         request_of(store)
@@ -89,8 +89,8 @@ def _tcp(**options: Any) -> Store:
         lambda _: _tcp(),
         lambda _: _tcp(use_libuv=False),
         lambda _: PrefixStore("part", PrefixStore("part", _tcp())),
-        lambda _: SignedStore(HashStore(), b"secret", "part"),
-        lambda _: WatchedStore(SignedStore(_tcp(), b"secret", "part"), 30.0, lambda: None),
+        lambda _: JobStore(HashStore(), b"secret", "part"),
+        lambda _: watched(JobStore(_tcp(), b"secret", "part"), lambda: None),
     ],
     ids=["hash", "file", "tcp", "tcp without libuv", "parts", "signed", "watched"],
 )
@@ -108,4 +108,4 @@ def test_reading_an_unsigned_value_is_refused() -> None:
     inner = HashStore()
     put(inner, "a", b"of another program, long enough for a signature to precede it")
     with pytest.raises(LaunchError, match="not written by a rank of this job"):
-        look(SignedStore(inner, b"secret", "part"), "a")
+        look(JobStore(inner, b"secret", "part"), "a")

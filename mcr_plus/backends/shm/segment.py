@@ -124,7 +124,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
     Raises:
         BackendUnavailable: a rank has failed; raised on all ranks, with the failure of that rank.
         LaunchError: ranks have not joined within `timeout` seconds, or the store does not answer.
-        PeerLost: a rank has been lost, and `store` ends its waits in this case (`WatchedStore`).
+        PeerLost: a rank has been lost, if `store` ends its waits then (`JobStore`).
     """
     opening = _Opening(store, group, shape.nbytes, timeout)
     try:

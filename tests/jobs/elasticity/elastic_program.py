@@ -69,16 +69,16 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
     """
     send, receive, broadcast = state_stream.send, state_stream.receive, transfer.broadcast_tensors
 
-    def slow_send(link: Any, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
-        send(link, secret, name, message)
+    def slow_send(link: Any, message: state_stream.StateMessage) -> None:
+        send(link, message)
         if message.kind == state_stream.COPY:
             Path(plan["folder"], "giving").touch()
             if "giving" in places:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(plan.get("holds", 0.0))
 
-    def counted_receive(link: Any, secret: bytes, name: str) -> tuple[int, Any]:
-        kind, state = receive(link, secret, name)
+    def counted_receive(link: Any) -> tuple[int, Any]:
+        kind, state = receive(link)
         if kind == state_stream.COPY and "receiving" in places:
             os.kill(os.getpid(), signal.SIGKILL)
         return kind, state

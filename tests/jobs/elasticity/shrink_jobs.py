@@ -17,6 +17,7 @@ from ranks import wait_for_files
 import mcr_plus as mcr
 from mcr_plus.core.c10d import TCPStore
 from mcr_plus.job import epoch_change, init
+from mcr_plus.job.members import EpochWatch
 from mcr_plus.membership.rules import Proposal
 from mcr_plus.rendezvous.arrivals import have_trained
 
@@ -185,10 +186,10 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
         _die_beside(comm)
     _wait_for_loss(comm)
     seen: list[str] = []
-    usual, watches = vars(epoch_change)["exchange"], list[epoch_change.EpochWatch]()
+    usual, watches = vars(epoch_change)["exchange"], list[EpochWatch]()
     if rank == 1:
 
-        class Watch(epoch_change.EpochWatch):
+        class Watch(EpochWatch):
             def __init__(self, *arguments: Any) -> None:
                 super().__init__(*arguments)
                 watches.append(self)
@@ -205,7 +206,7 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
             return texts
 
         setattr(epoch_change, "exchange", late)  # noqa: B010 - mypy takes it for a name of another module
-        epoch_change.EpochWatch = Watch  # type: ignore[assignment, misc]
+        setattr(epoch_change, "EpochWatch", Watch)  # noqa: B010 - as above
     world, _ = epoch_change.leave_epoch(init.current(), Proposal(), 10, "shrink")
     error = ""
     if rank == 0:

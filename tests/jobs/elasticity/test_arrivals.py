@@ -16,7 +16,7 @@ from ranks import has_come, meet, nursery, own_rank, run_ranks, stop_until, wait
 import mcr_plus as mcr
 from mcr_plus.job import init
 from mcr_plus.job.runtime import Runtime
-from mcr_plus.rendezvous import init_connections, network
+from mcr_plus.rendezvous import init_connections
 from mcr_plus.rendezvous.init_connections import InitConnections
 
 PROGRAMS = str(Path(__file__).parents[1] / "launch" / "restarting.py")
@@ -58,8 +58,8 @@ def refusing() -> int:
 
     with (
         mock.patch.object(init_connections, "on_one_host", return_value=False),
-        mock.patch.object(init_connections, "address_of", return_value="192.0.2.1"),
-        mock.patch.object(network, "meeting_address", return_value="127.0.0.1"),
+        mock.patch.object(init_connections, "server_of", return_value=("192.0.2.1", 1)),
+        mock.patch.object(init_connections, "meeting_address", return_value="127.0.0.1"),
         mock.patch.object(InitConnections, "_enter", enter),
     ):
         told = told_by(lambda: mcr.init(RUN if own_rank() else {**RUN, "backends": ["gloo", "local"]}))

@@ -137,17 +137,17 @@ def init_after_all(folder: str) -> None:
     import torch
 
     import mcr_plus as mcr
-    from mcr_plus.rendezvous import watched_store
+    from mcr_plus.core.job_store import JobStore
 
     if RANK == 1 and not STARTED_AGAIN:
-        usual = watched_store.WatchedStore.get
+        usual = JobStore.get
 
-        def killed(store: watched_store.WatchedStore, key: str) -> bytes:
+        def killed(store: JobStore, key: str) -> bytes:
             if key == "here":
                 os.kill(os.getpid(), signal.SIGKILL)
             return usual(store, key)
 
-        watched_store.WatchedStore.get = killed  # type: ignore[method-assign, assignment]
+        JobStore.get = killed  # type: ignore[method-assign, assignment]
     elif RANK == 1:
         Path(folder, "again").touch()
     elif RANK == 2:

@@ -20,6 +20,7 @@ from mcr_plus.backends.shm import segment
 from mcr_plus.backends.shm.interpreter import Interpreter
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.msccl.algorithm import (
     OPERATIONS,
@@ -30,7 +31,6 @@ from mcr_plus.msccl.algorithm import (
     RankProgram,
     ThreadBlock,
 )
-from mcr_plus.rendezvous.watched_store import WatchedStore
 
 SHARED = Path("/dev/shm")
 
@@ -186,7 +186,7 @@ def test_a_lost_rank_is_not_late() -> None:
     def lost() -> PeerLost:
         return PeerLost("rank 1: process has died", [1], seen="process has died")
 
-    store = WatchedStore(HashStore(), 60.0, lost)
+    store = JobStore(HashStore(), timeout=60.0, lost=lost)
     with pytest.raises(PeerLost):
         segment.open_segment(store, Group("g", (0, 1), 0), jobs.small(2), 60)
     assert not list(SHARED.glob(f"mcr-msccl-*-{os.getpid()}-*"))

@@ -23,8 +23,8 @@ from mcr_plus.board.shared import SharedBoard
 from mcr_plus.board.store import _FEW, _TEXT_PLACES, _TEXT_SETS, StoreBoard
 from mcr_plus.core.c10d import HashStore, TCPStore
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import GroupStore, JobStore
 from mcr_plus.job import epoch_change
-from mcr_plus.rendezvous.group_store import GroupStore
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -41,8 +41,8 @@ SETTINGS: dict[str, Any] = {
 def _keys(comm: mcr.Communicator) -> list[str]:
     """Return all keys of the store below the job's key."""
     store: Any = comm._runtime.world.store
-    while hasattr(store, "_store") or hasattr(store, "underlying_store"):
-        store = store._store if hasattr(store, "_store") else store.underlying_store
+    while hasattr(store, "inner") or hasattr(store, "underlying_store"):
+        store = store.inner if hasattr(store, "inner") else store.underlying_store
     return sorted(store.list_keys())
 
 
@@ -303,7 +303,7 @@ def test_worlds_that_are_replaced_leave_only_what_was_decided(
 def test_the_last_rank_removes_the_keys_of_all() -> None:
     root = HashStore()
     root.set("of another", "1")
-    members = [GroupStore(root, Group("g", (4, 7, 9), rank)) for rank in range(3)]
+    members = [GroupStore(JobStore(root), Group("g", (4, 7, 9), rank)) for rank in range(3)]
     for rank, member in enumerate(members):
         member.set(f"row/{rank}", b"\x00\xff")
         member.add("counter", 1)

@@ -12,7 +12,7 @@ from unit.devices.device_tensors import ranges
 
 from mcr_plus.backends.base import NATIVE, Backend, Channel, Poll, Preference, Start, Support
 from mcr_plus.board.base import GroupBoard, PeerStatus
-from mcr_plus.core.c10d import HashStore, WrappedStore
+from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendError
@@ -177,17 +177,17 @@ class ModelBoard(GroupBoard):
         return True
 
 
-class ModelStore(WrappedStore):
+class ModelStore(HashStore):
     """A store; its changes let paused ranks continue."""
 
     _shared = Shared("store")
 
     def __init__(self, machine: Simulator) -> None:
-        super().__init__(HashStore())
+        super().__init__()
         self._machine = machine
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
+        super().set(key, value)
         self._machine.note(("sets", key))
         self._machine.touch(self._shared)
         self._machine.share(self._shared)

@@ -38,6 +38,7 @@ from mcr_plus.core import deadline as core_deadline
 from mcr_plus.core import streams as core_streams
 from mcr_plus.core import work as core_work
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.core.streams import Retained
 from mcr_plus.engine import desync, engine
 from mcr_plus.engine.engine import Engine
@@ -186,7 +187,7 @@ class Job:
         self.boards: dict[str, dict[tuple[int, int], int]] = {}
         self.engines: list[Engine] = []
         self.homes = [FakeStreams(self.simulator, rank) for rank in range(size)]
-        store = ModelStore(self.simulator)
+        store = JobStore(ModelStore(self.simulator))
         self.worlds = [World(rank, size, ("host",) * size, 60.0, store, cores=size) for rank in range(size)]
         self.nccl = [
             NcclBackend(

@@ -32,6 +32,7 @@ from mcr_plus.board.base import GroupBoard
 from mcr_plus.core.c10d import FileStore, HashStore
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.core.kinds import DTYPES, KINDS, REDUCIBLE, REDUCING, ROOTED, VECTOR, Kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.threads import Background
@@ -79,7 +80,7 @@ class Job:
         self.streams = [FakeStreams(simulator) for _ in range(size)]
         self.backends = [
             NcclBackend(
-                World(rank, size, ("host",) * size, timeout, store),
+                World(rank, size, ("host",) * size, timeout, JobStore(store)),
                 nccl=Nccl(simulator.library(*without)),
                 streams=lambda rank=rank: self.streams[rank],  # type: ignore[misc]
             )
@@ -682,7 +683,7 @@ def test_opening_fails_with_the_error_of_the_store(error: Exception) -> None:
 
     store = Broken()
     backend = NcclBackend(
-        World(0, 2, ("host",) * 2, 5.0, store),
+        World(0, 2, ("host",) * 2, 5.0, JobStore(store)),
         nccl=Nccl(Simulator().library()),
         streams=lambda: FakeStreams(Simulator()),
     )
@@ -1053,7 +1054,7 @@ def test_the_real_library() -> None:
 def on_gpu(rank: int, size: int, path: str) -> dict[str, list[float]]:
     """Return the result of each operation on a rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    backend = NcclBackend(World(rank, size, ("host",) * size, 120.0, FileStore(path, size)))
+    backend = NcclBackend(World(rank, size, ("host",) * size, 120.0, JobStore(FileStore(path, size))))
     channel = backend.open(Group("world", tuple(range(size)), rank))
     assert isinstance(channel, NcclChannel)
     kinds: tuple[Kind, ...] = (

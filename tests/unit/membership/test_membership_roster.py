@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.membership.epoch_log import EpochDecision, EpochLog, join
 from mcr_plus.membership.rules import Process, Proposal
@@ -51,12 +52,12 @@ def together(calls: Mapping[int, Any]) -> list[Any]:
     return [results[key] for key in calls]
 
 
-def ask(store: HashStore, number: int, process: Process) -> None:
+def ask(store: JobStore, number: int, process: Process) -> None:
     store.set(f"newcomer/{number}", json.dumps({"process": process, "passport": {}}))
 
 
 def test_members_read_one_decision() -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     rosters = [roster(store, rank) for rank in (0, 1)]
     one, other = together({each.rank: lambda each=each: settle(each, {2: "dead"}) for each in rosters})
     assert one == other
@@ -65,7 +66,7 @@ def test_members_read_one_decision() -> None:
 
 
 def test_a_newcomer_is_taken_in_once_whoever_decides_next() -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     store.add("newcomers", 1)
     ask(store, 0, NEWCOMER)
     first = [roster(store, rank) for rank in (0, 1)]
@@ -80,7 +81,7 @@ def test_a_newcomer_is_taken_in_once_whoever_decides_next() -> None:
 
 
 def test_a_newcomer_that_has_died_is_not_taken_in(dead: set[int]) -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     store.add("newcomers", 1)
     ask(store, 0, NEWCOMER)
     member = roster(store, 0)
@@ -90,7 +91,7 @@ def test_a_newcomer_that_has_died_is_not_taken_in(dead: set[int]) -> None:
 
 
 def test_a_process_that_died_before_its_request_was_written_holds_up_nobody() -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     store.add("newcomers", 2)
     ask(store, 1, NEWCOMER)
     member = roster(store, 0)
@@ -103,7 +104,7 @@ def test_a_process_that_died_before_its_request_was_written_holds_up_nobody() ->
 def test_a_newcomer_that_differs_is_refused_by_name(what: str) -> None:
     names = ["mcr_plus", "torch", "the configuration", "the model", "the optimizer"]
     passport = dict.fromkeys(names, "1")
-    store = HashStore()
+    store = JobStore(HashStore())
     member = EpochLog(store, 0, MEMBERS, 0, passport)
     refused = rf"has not taken this process in: {what} is '2' here and '1' in the job"
     with pytest.raises(LaunchError, match=refused):
@@ -112,7 +113,7 @@ def test_a_newcomer_that_differs_is_refused_by_name(what: str) -> None:
 
 
 def test_a_request_of_another_form_disturbs_nobody() -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     store.add("newcomers", 3)
     store.set("newcomer/0", json.dumps({"process": NEWCOMER}))
     store.set("newcomer/1", json.dumps({"process": NEWCOMER, "passport": 3}))
@@ -121,7 +122,7 @@ def test_a_request_of_another_form_disturbs_nobody() -> None:
 
 
 def test_a_process_may_ask_again_after_it_was_lost() -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     store.add("newcomers", 1)
     ask(store, 0, NEWCOMER)
     member = roster(store, 0, MEMBERS[:1])
@@ -148,7 +149,7 @@ def _waits_for_newcomer(member: EpochLog) -> bool:
 class FailingStore:
     """Fails once, when a rank looks for the decision."""
 
-    def __init__(self, store: HashStore) -> None:
+    def __init__(self, store: JobStore) -> None:
         self._store = store
         self._failures = iter([RuntimeError("connection reset")])
 
@@ -163,7 +164,7 @@ class FailingStore:
 
 
 def test_a_call_that_the_store_has_failed_belongs_to_the_same_attempt() -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     other = roster(FailingStore(store), 1)
     with pytest.raises(LaunchError, match="connection reset"):
         settle(other, {2: "dead"})
@@ -174,7 +175,7 @@ def test_a_call_that_the_store_has_failed_belongs_to_the_same_attempt() -> None:
 
 
 def test_a_death_that_a_rank_sees_while_it_waits_is_told_to_the_one_that_decides() -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     blind, sees = roster(store, 0), roster(store, 1)
     looks: Iterator[dict[int, str]] = iter([{}] * 5)
     one, other = together(
@@ -189,6 +190,6 @@ def test_a_death_that_a_rank_sees_while_it_waits_is_told_to_the_one_that_decides
 
 @pytest.mark.parametrize("first", [True, False])
 def test_the_outcome_of_a_build_is_what_was_said_first(first: bool) -> None:
-    store = HashStore()
+    store = JobStore(HashStore())
     assert roster(store, 0).conclude(made=first) is first
     assert roster(store, 1).conclude(made=not first) is first

@@ -21,6 +21,7 @@ from mcr_plus.backends.shm.backend import MscclBackend
 from mcr_plus.config.reader import load
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
+from mcr_plus.core.job_store import JobStore
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendUnavailable, ConfigError
 from mcr_plus.msccl import catalog
@@ -55,7 +56,7 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_beside_nccl_in_one_job(folder: Path) -> None:
     catalog.use([folder / "mine.xml"])
-    store, simulator = HashStore(), Simulator()
+    store, simulator = JobStore(HashStore()), Simulator()
 
     def run(rank: int) -> list[torch.Tensor]:
         streams = FakeStreams(simulator)

@@ -94,11 +94,22 @@ def met_in(host: str, port: int, timeout: float) -> Store:
     return known
 
 
-def server_of(store: Any) -> tuple[str, int]:
-    """Return host and port of the server behind a store; empty and 0 if it has none."""
+def _innermost(store: Any) -> Any:
     while (below := getattr(store, "inner", None) or getattr(store, "underlying_store", None)) is not None:
         store = below
-    return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
+    return store
+
+
+def server_of(store: Store) -> tuple[str, int]:
+    """Return host and port of the server behind a store; empty and 0 if it has none."""
+    inner = _innermost(store)
+    return str(getattr(inner, "host", "")), int(getattr(inner, "port", 0))
+
+
+def place_of(store: Store) -> str:
+    """Return where ranks meet in a store, for messages: the server's address, or the file's path."""
+    host, port = server_of(store)
+    return f"{host}:{port}" if host else str(getattr(_innermost(store), "path", "the job's store"))
 
 
 class StoreRelease:

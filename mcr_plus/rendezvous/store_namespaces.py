@@ -14,7 +14,7 @@ from mcr_plus.errors import LaunchError, PeerLost
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.arrivals import SLACK, JobArrivals, loss_as_text, raise_loss
 from mcr_plus.rendezvous.identity import is_visible
-from mcr_plus.rendezvous.store_connections import server_of
+from mcr_plus.rendezvous.store_connections import place_of
 from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 
 _LONGEST_NAP: Final = 0.02
@@ -41,8 +41,7 @@ def unused_part(store: Store, rank: int, size: int, timeout: float, launchers: S
 def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals) -> str:
     """Return the name of an `unused_part`; all `arrivals` are known then. Long waits are logged."""
     missing = list(range(1, size))
-    host, port = server_of(store)
-    place = f"{host}:{port}" if host else "the job's store"
+    place = place_of(store)
 
     def waits() -> str:
         if rank and 0 not in arrivals.processes:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.c10d import HashStore, PrefixStore
 from mcr_plus.core.environment import LaunchEnvironment
 from mcr_plus.core.group import Group
 from mcr_plus.core.job_store import JobStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.job import init
 from mcr_plus.rendezvous import store, wait_messages
+from mcr_plus.rendezvous.store_connections import place_of
 from mcr_plus.rendezvous.store_namespaces import unused_part
 
 
@@ -42,6 +45,12 @@ def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
     assert any(line.startswith("rank 2 of 4 has come to ") and "waits for rank 0" in line for line in said)
     assert any("ranks 0, 2 of 4 arrived at" in line and "awaited: ranks 1, 3, for" in line for line in said)
     assert 2 <= len(said) <= 12  # with growing pauses
+
+
+def test_ranks_that_meet_in_a_file_say_in_which(tmp_path: Path) -> None:
+    file = str(tmp_path / "meeting")
+    assert place_of(JobStore(PrefixStore("job", dist.FileStore(file, 1)))) == file
+    assert place_of(JobStore(HashStore())) == "the job's store"
 
 
 def test_ranks_that_open_a_group_say_who_is_awaited(

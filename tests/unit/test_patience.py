@@ -10,11 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.core.c10d import HashStore, PrefixStore
+from mcr_plus.core.c10d import FileStore, HashStore, PrefixStore
 from mcr_plus.core.environment import LaunchEnvironment
 from mcr_plus.core.group import Group
 from mcr_plus.core.job_store import JobStore
@@ -49,7 +48,7 @@ def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
 
 def test_ranks_that_meet_in_a_file_say_in_which(tmp_path: Path) -> None:
     file = str(tmp_path / "meeting")
-    assert place_of(JobStore(PrefixStore("job", dist.FileStore(file, 1)))) == file
+    assert place_of(JobStore(PrefixStore("job", FileStore(file, 1)))) == file
     assert place_of(JobStore(HashStore())) == "the job's store"
 
 

@@ -474,7 +474,7 @@ def test_the_valid_table_of_the_next_test_is_accepted() -> None:
         ("point: '4KiB: 3 us'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got '3 us'"),
         ("point: '4KiB: [1]'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got [1]"),
         ("point: '4KiB:'", 13, "rules[0].measured.mpi.4KiB", "a number above 0, got None"),
-        (f"point: '4KiB: 1{400 * '0'}'", 13, "rules[0].measured.mpi.4KiB", "a number of 401 digits; expected at most 100"),
+        (f"point: '4KiB: 1{400 * '0'}'", 13, "rules[0].measured.mpi.4KiB", "a number of 401 digits"),
         ("fact: 'node: 1'", 4, "fingerprint.node", "unknown key 'node'; known: mcr_plus, torch, ranks, "),
         ("fact: 'node: 1'", 4, "fingerprint.node", "did you mean 'nodes'?"),
         ("fact: 'nodes: true'", 4, "fingerprint.nodes", "got True"),

@@ -127,8 +127,9 @@ class Job:
 
     def lose_host(self, hosts: Any, number: int) -> float:
         """Kill all processes of a host at once: its ranks, and what runs beside them; returns when."""
-        for pid in hosts.processes(number):
-            os.kill(pid, signal.SIGKILL)
+        for cause in (signal.SIGSTOP, signal.SIGKILL):  # or an agent might tell of ranks killed before it
+            for pid in hosts.processes(number):
+                os.kill(pid, cause)
         return time.monotonic()
 
     def gone_on(

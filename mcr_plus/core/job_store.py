@@ -103,6 +103,10 @@ class JobStore(Store):
         """Return an unwatched part with its own name; values of one part are refused in another."""
         return JobStore(PrefixStore(name, self._store), self._key, name)
 
+    def signed(self, secret: bytes, name: str) -> JobStore:
+        """Return this part with values signed by `secret`, watched like this one."""
+        return JobStore(self._store, secret, name, timeout=self._timeout, lost=self._lost)
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         sealed = seal(self._key, key, value.encode() if isinstance(value, str) else value)

@@ -170,7 +170,7 @@ def _offered_secret(part: JobStore, name: str, rank: int, size: int, timeout: fl
     try:
         if offer is not None:
             secret = offer.secret
-            without = _offer_secret(part, JobStore(part.inner, secret, name), offer.place, size, timeout)
+            without = _offer_secret(part, part.signed(secret, name), offer.place, size, timeout)
         else:
             secret, without = _read_secret(part, name, rank, timeout)
     finally:
@@ -234,11 +234,11 @@ def _read_secret(part: JobStore, name: str, rank: int, timeout: float) -> tuple[
             return b"", {"0": _HAS_ITS_OWN}
         try:
             secret = read_offer(place)
-            JobStore(part.inner, secret, name).set(f"reads/{rank}", "")
+            part.signed(secret, name).set(f"reads/{rank}", "")
         except LaunchError as error:
             part.set(f"reads/{rank}", str(error))
         part.wait(["without"], patience)
-        said = JobStore(part.inner, secret, name).get("without") if secret else unsigned(part.get("without"))
+        said = part.signed(secret, name).get("without") if secret else unsigned(part.get("without"))
         without = dict(json.loads(said))
         raise_loss(without)
         return secret, without

@@ -24,7 +24,7 @@ from mcr_plus.hosts import stop_detector
 from mcr_plus.hosts.handshake import greeting
 from mcr_plus.hosts.stop_detector import REPORT, StopDetector
 from mcr_plus.membership.rules import Process
-from mcr_plus.rendezvous import arrivals, init_connections, network
+from mcr_plus.rendezvous import arrivals, init_connections
 from mcr_plus.rendezvous.arrivals import JobArrivals
 from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.init_connections import InitConnections
@@ -35,7 +35,7 @@ STORE: Final[Any] = SimpleNamespace(host="192.0.2.1", port=1)  # not on loopback
 @pytest.fixture(autouse=True)
 def of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All presences are open at a time, and loopback is the network."""
-    monkeypatch.setattr(network, "meeting_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(init_connections, "meeting_address", lambda: "127.0.0.1")
     monkeypatch.setattr(init_connections, "on_one_host", lambda *, ranks: False)
     monkeypatch.setattr(init_connections, "settle", lambda: None)
 
@@ -139,7 +139,7 @@ def test_a_launcher_of_fewer_ranks_says_nothing_of_their_hosts(monkeypatch: pyte
 
 def test_a_job_on_one_host_and_one_without_a_network_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert InitConnections(math.inf).listen("name", SimpleNamespace(host="127.0.0.1"), 2) is None  # type: ignore[arg-type]
-    monkeypatch.setattr(network, "meeting_address", lambda: "192.0.2.1")  # of another host
+    monkeypatch.setattr(init_connections, "meeting_address", lambda: "192.0.2.1")  # of another host
     assert InitConnections(math.inf).listen("name", STORE, 2) is None
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

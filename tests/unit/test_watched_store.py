@@ -37,6 +37,8 @@ REQUESTS: list[Callable[[JobStore], object]] = [
     lambda store: store.check(["here"]),
     lambda store: store.look("here"),
     lambda store: store.wait(["here"]),
+    lambda store: store.signed(b"secret", "part").set("signed", "1"),
+    lambda store: store.signed(b"secret", "part").look("absent"),
 ]
 
 

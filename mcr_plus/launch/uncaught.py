@@ -93,9 +93,8 @@ def description(error: BaseException, trace: TracebackType | None) -> dict[str, 
     ]
     try:
         lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-        # Later versions write it themselves. The last line may be a note.
-        if sys.version_info < (3, 12) and (near := _near_name(error)) and lines[-1].endswith(str(error)):
-            lines[-1] += f". Did you mean: '{near}'?"
+        if sys.version_info < (3, 12):  # later versions write near names themselves
+            _add_near_names(lines, error)
     except BaseException:  # raised by the exception's own methods, or while loading a module's source
         places = [f'  File "{each.filename}", line {each.lineno}, in {each.name}' for each in frames]
         lines = ["Traceback (most recent call last):", *places, *words.splitlines()]
@@ -108,11 +107,18 @@ def description(error: BaseException, trace: TracebackType | None) -> dict[str, 
     return report
 
 
-def _near_name(error: BaseException) -> str:
-    """Return the attribute that an `AttributeError` nearly named, as the interpreter's own output has it."""
-    if not isinstance(error, AttributeError) or error.name is None or error.obj is None:
-        return ""
-    return next(iter(difflib.get_close_matches(error.name, dir(error.obj), n=1)), "")
+def _add_near_names(lines: list[str], error: BaseException | None) -> None:
+    """Add to each `AttributeError` of a chain the attribute nearly named, as Python's own output has it."""
+    for _ in range(len(lines)):  # a chain may be circular
+        if isinstance(error, AttributeError) and error.name is not None and error.obj is not None:
+            said, near = (
+                f"AttributeError: {error}",
+                difflib.get_close_matches(error.name, dir(error.obj), n=1),
+            )
+            hint = "".join(f". Did you mean: '{each}'?" for each in near)
+            lines[:] = [line + hint if line == said else line for line in lines]
+        if error is not None:
+            error = error.__cause__ or error.__context__
 
 
 def _words(error: BaseException) -> str:

@@ -192,6 +192,8 @@ def _parse(content: bytes, file: str) -> _Element:
     except expat.ExpatError as error:
         what = expat.ErrorString(error.code)
         raise ConfigError(f"{file}:{error.lineno}: document: not whole, valid XML: {what}") from None
+    except (LookupError, ValueError) as error:  # of the encoding that the file declares
+        raise ConfigError(f"{file}:1: document: cannot be decoded: {error}; expected UTF-8") from None
     return roots[0]
 
 

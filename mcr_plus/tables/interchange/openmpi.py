@@ -122,8 +122,8 @@ _SHORT: Final[Mapping[tuple[str, str], str]] = {
     ("bcast", "split_binary_tree"): "chain",
 }
 """What runs instead with less than one segment for each rank, or for each half of a split tree."""
-_ELEMENT: Final = 4  # bytes; with these and without a number of ranks, 4 KiB are enough elements
-_MANY_RANKS: Final = 1024
+_ELEMENT: Final = 16  # bytes of the largest dtype; rules files have no dtypes
+_MANY_RANKS: Final = 256  # where a rule names no number of ranks
 
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NAMES: Final = {number: name for name, number in NUMBERS.items()}
@@ -206,12 +206,18 @@ def _setting(out: Exporter, kind: str, rule: TableRule | None, ranks: Range | No
         if hi is None or not all(map(runs, range(lo, min(hi, lo + 3)))):
             out.report(rule, f"on numbers of ranks {numbers} {_LIBRARY} runs {other} instead of {name}")
     most = _MANY_RANKS if ranks is None or ranks.hi is None else ranks.hi - 1
-    if (few := _FEW.get((collective, name))) and smallest < most * _ELEMENT:
-        out.report(rule, f"with fewer elements than ranks {_LIBRARY} runs {few} instead of {name}")
+    if few := _FEW.get((collective, name)):
+        halves = name == "rabenseifner"
+        least = 1 << (most.bit_length() - 1) if halves else most
+        what = "the largest power of two up to the number of ranks" if halves else "ranks"
+        if smallest < least * _ELEMENT:
+            out.report(rule, f"with fewer elements than {what} {_LIBRARY} runs {few} instead of {name}")
     if short_one := _SHORT.get((collective, name)):
         parts, part = (2, "half") if collective == "bcast" else (most, "rank")
-        if smallest < parts * found.segment or (not found.segment and collective == "allreduce"):
+        least = parts * (found.segment or _ELEMENT)
+        if smallest < least or (not found.segment and collective == "allreduce"):
             what = f"without a segment for each {part}" if found.segment else "without segments"
+            what = "with one element" if not found.segment and collective == "bcast" else what
             out.report(rule, f"{what} {_LIBRARY} runs {short_one} instead of {name}")
     return found
 

@@ -613,6 +613,9 @@ def test_a_misspelt_attribute_is_described_with_the_right_one(name: str, near: s
         getattr(Communicator, name)
     last = description(caught.value, caught.value.__traceback__)["traceback"][-1]
     assert last.endswith(f"Did you mean: '{near}'?" if near else f"no attribute '{name}'")
+    outer = ValueError("outer")
+    outer.__cause__ = caught.value
+    assert last in description(outer, None)["traceback"]
 
 
 def test_an_error_is_described_where_nothing_can_be_read(

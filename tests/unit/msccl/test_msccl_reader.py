@@ -237,6 +237,12 @@ def test_a_truncated_file_is_refused(part: float) -> None:
         parse(PAIR[: int(len(PAIR.rstrip()) * part)])
 
 
+@pytest.mark.parametrize("encoding", ["nope", "utf-7"])
+def test_an_encoding_that_cannot_be_read_is_refused(encoding: str) -> None:
+    with pytest.raises(ConfigError, match=r"^it.xml:1: document: cannot be decoded: .*; expected UTF-8$"):
+        parse(f'<?xml version="1.0" encoding="{encoding}"?>{PAIR}')
+
+
 def test_a_selector_of_the_first_msccl_is_refused_by_name() -> None:
     text = '<sccl_algos>\n<load path="it.xml" minsize="1" maxsize="2" proto="LL"/></sccl_algos>'
     with pytest.raises(ConfigError, match=r"^it.xml:1: sccl_algos: this is a selector of the first MSCCL"):

@@ -106,20 +106,24 @@ def test_a_secret_is_read_from_processes_of_the_same_user_only() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can open files of other users' processes at all")
 def test_a_secret_of_another_user_is_refused() -> None:
+    assert SecretOffer().place  # imports what another user may be unable to read
     place, done = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        os.setuid(OTHERS)
-        os.write(place[1], SecretOffer().place.encode())
-        os.read(done[0], 1)
-        os._exit(0)
+        try:
+            os.setuid(OTHERS)
+            os.write(place[1], SecretOffer().place.encode())
+            os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    os.close(place[1])
     try:
         with pytest.raises(LaunchError, match=r"belongs to another user|Permission denied"):
             read_offer(os.read(place[0], 100).decode())
     finally:
         os.write(done[1], b"x")
         os.waitpid(child, 0)
-        for each in (*place, *done):
+        for each in (place[0], *done):
             os.close(each)
 
 

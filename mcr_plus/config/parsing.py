@@ -28,6 +28,8 @@ def parse_mapping(
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         raise _yaml_error(name, line, f"character {error.character!r} is not allowed") from None
+    except ValueError as error:  # an escaped character beyond the last of Unicode
+        raise _yaml_error(name, 1, str(error)) from None
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{name}:1: document: expected a mapping at the root, got {_node_kind(node)}")
     if versioned and not any(getattr(key, "value", None) == "version" for key, _ in node.value):

@@ -173,4 +173,6 @@ def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
         case "float":
             return _SCALARS.construct_yaml_float(node)
         case _:
+            if not text.isascii():
+                text.encode()  # raises ValueError for half of a surrogate pair, which nothing could print
             return text

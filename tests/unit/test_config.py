@@ -451,6 +451,7 @@ def test_a_rule_for_a_stage_that_is_not_there() -> None:
         ("version: " + "9" * 5000, "1: version: a number of 5,000 digits; expected at most 100"),
         ("version: 0x" + "f" * 5000, "1: version: a number of 5,002 digits; expected at most 100"),
         ("version: 0x_\n", "1: version: "),
+        ('version: "\\ud800"\n', "1: version: 'utf-8' codec can't encode character '\\ud800'"),
         ('version: "\\U00110000"\n', "1: document: not valid YAML: "),
     ],
 )

@@ -228,7 +228,7 @@ class _FusionGroup:
         """Return the digests that peers would publish for an operation: one for each part in this group.
 
         This is a dry run: real binds must happen at the same places on all ranks, and this rank may be the
-            only caller.
+        only caller.
         """
         digests = self._digests.get(signature)
         if digests is None:

@@ -12,13 +12,15 @@ imports the library of another.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcr_plus.errors import Unsupported, unknown
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 STAGES: dict[str, object] = {
@@ -89,8 +91,7 @@ REGISTRIES: dict[str, dict[str, object]] = {
     "sinks": SINKS, "table_formats": TABLE_FORMATS,
 }  # fmt: skip
 
-_found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # by kind; see refresh()
-_installed = cache(importlib.metadata.entry_points)  # of all groups: each call reads all distributions
+_found: dict[str, dict[str, EntryPoint]] = {}  # by kind; see refresh()
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -172,17 +173,23 @@ def _registry(kind: str) -> dict[str, object]:
     return REGISTRIES[kind]
 
 
-def _entry_points(kind: str) -> dict[str, importlib.metadata.EntryPoint]:
+@cache
+def _installed() -> Any:
+    """Return the entry points of all groups; reads the metadata of all installed packages."""
+    from importlib.metadata import entry_points  # imported here: commands that need none start sooner
+
+    return entry_points()
+
+
+def _entry_points(kind: str) -> dict[str, EntryPoint]:
     if kind not in _found:
         _found[kind] = _by_name(kind, _installed().select(group=f"mcr_plus.{kind}"))
     return _found[kind]
 
 
-def _by_name(
-    kind: str, points: Iterable[importlib.metadata.EntryPoint]
-) -> dict[str, importlib.metadata.EntryPoint]:
+def _by_name(kind: str, points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
     """Index entry points by name. Raises `Unsupported` if two different objects have the same name."""
-    by_name: dict[str, importlib.metadata.EntryPoint] = {}
+    by_name: dict[str, EntryPoint] = {}
     for point in points:
         first = by_name.setdefault(point.name, point)
         if first.value != point.value:
@@ -193,7 +200,7 @@ def _by_name(
     return by_name
 
 
-def _load(point: importlib.metadata.EntryPoint) -> object:
+def _load(point: EntryPoint) -> object:
     try:
         loaded: object = point.load()
     except Exception as error:
@@ -217,6 +224,6 @@ def label(kind: str) -> str:
     return kind.removesuffix("s").replace("_", " ")
 
 
-def _describe(point: importlib.metadata.EntryPoint) -> str:
+def _describe(point: EntryPoint) -> str:
     package = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
     return f"entry point '{point.name} = {point.value}' in group {point.group}{package}"

@@ -31,7 +31,7 @@ class PreferChoice(str, Enum):
     last = "last"
 
 
-_FORMATS = "|".join(registry.names("table_formats"))
+_FORMATS = "|".join(registry.TABLE_FORMATS)  # `names` would read all installed packages
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; stdout by default.")]
 Backend = Annotated[str | None, typer.Option(help="The backend of the rules.")]
 TableFile = Annotated[Path, typer.Argument(metavar="TABLE", help="A table file.")]

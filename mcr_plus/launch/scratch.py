@@ -214,7 +214,7 @@ def _is_open(path: Path) -> bool:
     """Return whether a process has a file of this user open for writing, or mapped writable.
 
     Includes processes whose maps are unreadable: processes of another user, or of a container with its own
-        processes that shares this memory. False if the kernel does not tell.
+    processes that shares this memory. False if the kernel does not tell.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -219,7 +219,7 @@ def _check_outputs(outputs: dict[str, torch.Tensor]) -> None:
     """Raise `InvalidArgument` if two outputs overlap in memory.
 
     For tensors that are not contiguous, only the first element is compared: two such tensors may overlap in
-        address range without sharing an element.
+    address range without sharing an element.
     """
     found = [(name, out) for name, out in outputs.items() if out.numel()]
     ends = [out.nbytes if is_plain(out) else out.element_size() for _, out in found]

@@ -73,7 +73,7 @@ def candidates(kind: Kind, ranks: int) -> list[str]:
     """Return the algorithms for an operation that `tune` should compare, for all sizes.
 
     For two ranks, generated algorithms are omitted: each is a single exchange, for which the direct
-        collectives have less overhead.
+    collectives have less overhead.
     """
     ours = _generated(kind) if ranks > 2 else []
     return [*ours, *_of_files(kind, ranks)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.observe.metrics import Family
 
 
-class Sink:
+class Sink(ABC):
     """Base class of places where metrics are published.
 
     Attributes:
@@ -24,14 +25,14 @@ class Sink:
     name: str
     waits = False
 
+    @abstractmethod
     def publish(self, metrics: Sequence[Family]) -> None:
         """Publish; raise any error if that fails."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most sinks keep nothing open
         """Release open resources."""
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Release the parent's resources in a forked child, without disturbing the parent."""
 
 

@@ -148,7 +148,7 @@ class CostModel:
         None without a measurement or without a size. If this number of ranks or nodes was not measured, the
         nearest number is used, scaled if the formula of an algorithm applies; the same holds for dtypes.
         Asynchronous and synchronous measurements do not replace each other: tables have exposed times of
-            asynchronous operations, and whole times of synchronous operations.
+        asynchronous operations, and whole times of synchronous operations.
         """
         measured = [key for key, curves in self._curves.items() if choice in curves]
         exact = next((key for key in measured if key.covers(query)), None)

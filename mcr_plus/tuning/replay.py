@@ -86,7 +86,7 @@ class _ReplayClock:
     """Rests instead of computing; a rest and the work of the replay take as long as the computation.
 
     A rest counts from the planned end of the previous rest, unless that is long ago: sleeps end late, and the
-        captured computation includes the backward pass, which the replay also runs.
+    captured computation includes the backward pass, which the replay also runs.
     """
 
     def __init__(self, compute: Literal["sleep", "spin"]) -> None:

@@ -46,7 +46,7 @@ def missing(row: Collective) -> list[str]:
         f"torch_backend.process_group: {row.torch}": bool(methods) or not hasattr(dist, row.torch),
         f"docs/adding-a-backend.md: {row.kind}": row.kind in backends,
         f"tests/jobs/operations/conformance.py: {row.kind}": row.kind in conformance or row.kind == "barrier",
-        **{f"compression.schemes.ENCODED: {kind}": kind in ENCODED or kind == "barrier" for kind in kinds},
+        **{f"compression.codec.ENCODED: {kind}": kind in ENCODED or kind == "barrier" for kind in kinds},
         **{f"core.kinds.Kind: {kind}": kind in KINDS for kind in kinds},
         **{
             f"backend {backend}: _{kind}": any(hasattr(binder, f"_{kind}") for binder in binders)
@@ -80,7 +80,7 @@ def test_missing_parts_of_a_new_row_are_listed() -> None:
         "communicator.calls.BUILDERS: scan",
         "docs/adding-a-backend.md: scan",
         "tests/jobs/operations/conformance.py: scan",
-        "compression.schemes.ENCODED: scan",
+        "compression.codec.ENCODED: scan",
         "core.kinds.Kind: scan",
         "backend gloo: _scan",
         "backend mpi: _scan",

@@ -13,7 +13,7 @@ class Meeting:
     """Returns the communicator's unique id once all its ranks have arrived, None before.
 
     Ranks call NCCL only after that: NCCL would wait for absent ranks, and cannot be stopped while it creates
-        a communicator.
+    a communicator.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class ChecksumPlan:
     """Flows of an operation, and the places of the checksums of their blocks.
 
     An operation may run in pieces: `repeats` pieces, in which each flow has `part` bytes (whole blocks), and
-        a last piece. Blocks are numbered consecutively through all pieces of a flow.
+    a last piece. Blocks are numbered consecutively through all pieces of a flow.
     """
 
     def __init__(

@@ -151,8 +151,8 @@ class VerifiedReceive(ReceivePoll):
     """Poll of a receive that compares checksums.
 
     Receives with the same tag request checksums in the order of their messages: a receive waits for an
-        earlier receive with the same sender. It also waits for an earlier receive from any source until the
-        sender is known: the earlier receive already has a message, but a library may report it late.
+    earlier receive with the same sender. It also waits for an earlier receive from any source until the
+    sender is known: the earlier receive already has a message, but a library may report it late.
     """
 
     def __init__(

@@ -558,7 +558,7 @@ def no_memory_on_one_node() -> None:
     rank = int(os.environ["RANK"])
     segment._create = failing if rank == 2 else create
     try:
-        with pytest.raises(mcr.BackendUnavailable, match="rank 0: No space left on device"):
+        with pytest.raises(mcr.BackendUnavailable, match="rank 2 of the job: No space left on device"):
             mcr.init(config(**NODES, backends=["gloo", "msccl"]))
         assert calls[0] == (rank == 2)
     finally:

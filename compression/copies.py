@@ -1,8 +1,8 @@
 """Keep the copies of codecs with `keeps_received` between calls, within a memory limit per group.
 
-If a copy has been dropped, the next call sends all values: a payload names the version on which it is based,
-and the exchange of payload lengths, or the beginning of a message, requests all values. So ranks need not
-drop the same copies at the same time, and each rank watches its own memory.
+A payload names the version of the copy on which it is based. A rank without that version asks for all values,
+when payload lengths are exchanged or at the beginning of the message. So ranks need not drop the same copies
+at the same time, and each rank limits its own memory.
 """
 
 from __future__ import annotations

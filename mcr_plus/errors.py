@@ -92,7 +92,7 @@ class PeerLost(BackendError):
         self.operation = operation
         self.group = group
         self.seen = seen
-        # Ranks come first, because a record on the board may be cut.
+        # Ranks come first, because a record on the board may be truncated.
         self.passed_on = f"{type(self).__name__} {list(self.ranks[:_PASSED_ON])}: {text}"
 
     def again(self, text: str) -> PeerLost:
@@ -172,7 +172,7 @@ class DataCorrupted(McrError):
         self.library = library
         self.block = block
         self.group = group
-        # Ranks come first, because a record on the board may be cut.
+        # Ranks come first, because a record on the board may be truncated.
         facts = json.dumps([rank, source, library, block, group, operation])
         self.passed_on = f"{type(self).__name__} {facts}: {text}"
 

@@ -1,4 +1,4 @@
-"""Kernels of `mcr_plus.kernels.cast` in Triton, with results that are equal bit for bit."""
+"""Triton versions of the kernels in `mcr_plus.kernels.cast`. Results are equal bit for bit."""
 
 from __future__ import annotations
 

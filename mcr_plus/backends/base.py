@@ -303,7 +303,7 @@ class Backend(ABC):
         """Return `keeps_apart` for operations of one signature, in a group on `hosts` hosts."""
         return cls.keeps_apart
 
-    # -- of the library, before it is initialised -----------------------------------------------------
+    # -- class methods: usable before the library is initialised -----------------------------------------
 
     @classmethod
     @abstractmethod

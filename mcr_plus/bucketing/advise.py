@@ -52,7 +52,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Prediction of the step after a change. `gain`: seconds by which the step becomes shorter."""
+    """Prediction of the step after a change. `gain`: seconds saved per step."""
 
     change: str
     step_s: float

@@ -134,7 +134,7 @@ def _join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
 
 
 def _number_ranks(traces: list[Trace], notes: Notes) -> None:
-    """Set the rank of each trace; raises `ConfigError` if ranks are duplicate."""
+    """Set the rank of each trace. Raises `ConfigError` if two traces have the same rank."""
     for index, trace in enumerate(traces):
         in_name = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
         if trace.rank < 0 and in_name and int(in_name[1]) < MOST_RANKS:  # otherwise it is a time

@@ -1,4 +1,4 @@
-"""`mcr-plus top`: show what the ranks of running jobs on this host do, and for whom they wait."""
+"""`mcr-plus top`: show operations, rates and waits of the ranks of running jobs on this host."""
 
 from __future__ import annotations
 

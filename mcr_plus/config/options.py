@@ -168,7 +168,7 @@ def validate(
         problems: dict[Keys, str] = {}  # a union has one error per member; the first is used
         for detail in (*strange, *others):
             at: Keys = tuple(detail["loc"])
-            # If a mapping is missing, suggest the keys of the mapping, otherwise the keys beside the entry.
+            # Where a mapping is expected, suggest its keys; elsewhere the keys beside the entry.
             inside = (*at, "") if detail["type"] in _NO_MAPPING else at
             problems.setdefault((*keys, *at), _explain(dict(detail), _known(model, inside) or known))
         raise document.errors(problems.items()) from None

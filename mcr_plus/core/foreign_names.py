@@ -99,7 +99,7 @@ OF_PROCESS_SETS: Final = {
 
 
 def said(ours: str) -> str:
-    """Return the end of an error that suggests our name, or explains where there is none."""
+    """Return the hint for an error message: the equivalent name here, or the reason why there is none."""
     return f"; {ours}" if " " in ours else f"; did you mean {ours!r}?"
 
 

@@ -113,8 +113,7 @@ def _stack(frames: Iterable[Frame], limit: int) -> Stack:
         if len(found) >= limit and program:
             break
         if frame.filename.startswith(_PACKAGE):
-            # The function that the program has called, even if a library is between that and the innermost
-            # frame.
+            # Our function that the program called, even if other libraries' frames lie further inside.
             within = not program and (call or not found)
             if within and not (call and frame.name.startswith("<")):  # a generator has no name
                 call = frame.name

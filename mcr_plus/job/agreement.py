@@ -27,7 +27,7 @@ def agree_before_opening(
     what: str,
     sizes: Callable[[Sequence[ValueT]], Sequence[int]],
 ) -> list[ValueT]:
-    """See `Runtime.agree`; `gather` collects an object from each of these ranks of the job."""
+    """See `Runtime.agree`; `gather` returns the objects of all `ranks`, in order."""
     libraries = runtime.libraries
     while True:
         # The most that any of these groups may need, because the values of other ranks are not known yet.

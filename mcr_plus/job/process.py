@@ -115,7 +115,7 @@ class ProcessJob:
 
 
 def _end_unused_mpi(*, waits: bool) -> None:
-    """End MPI if it only carried the address of the job's store. `waits`: whether for the other ranks."""
+    """End MPI if it only carried the address of the job's store. `waits`: also wait for the other ranks."""
     if "mpi4py.MPI" in sys.modules:
         mpi: Any = backend_class("mpi")
         (mpi.end_library if waits else mpi.leave_unfinalized)()

@@ -312,7 +312,7 @@ class Channels:
         """Show the supervisor's decision about a failed rank; a restarted rank gets a new state."""
         for channel in self._channels():
             if channel.rank == state.rank and channel.purpose != "status":
-                # Forward at least the process's output: one read empties a pipe.
+                # Forward the output that is left: a single read drains the pipe.
                 self._pass_on(channel)
                 self._complete(channel)
         if state.code is None:  # the wrapper was killed together with the rank

@@ -303,7 +303,7 @@ class _Lines:
         regions = self.regions[firsts]
         members, starts, number = self._holders(regions, self._lines[firsts])
         shares = np.minimum(number, np.maximum(1, -(-totals * exchange.itemsize // GRAIN)))
-        # The cuts of all lines, ascending: the start of each line, and the cuts between its shares.
+        # Cuts of all lines in ascending order: where each line starts, and where its shares meet.
         line = np.repeat(np.arange(len(firsts)), shares)
         index = np.arange(len(line)) - (shares.cumsum() - shares)[line]
         cuts = self._snapped(

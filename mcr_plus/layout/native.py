@@ -109,7 +109,7 @@ def packed_volume(one: NativeCollective, source: Layout, target: Layout) -> int:
     if one.kind == "reduce_scatter":
         outer, inner = inner, outer
     extents, whole = inner.highs - inner.lows, outer.highs - outer.lows
-    # A contiguous part has one index in the dimensions before some dimension, and all indices after it.
+    # A box is contiguous if, for some dimension, earlier ones have one index and later ones all indices.
     single = np.ones(extents.shape, bool)
     single[:, 1:] = np.logical_and.accumulate(extents == 1, axis=1)[:, :-1]
     full = np.ones(extents.shape, bool)

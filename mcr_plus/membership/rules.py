@@ -133,7 +133,7 @@ def decide(
         return Decision(refusal="absent", text=text)
     stay = _within_reach({rank: each for rank, each in proposals.items() if lost.get(rank) != "dead"})
     least = min((each.least for each in proposals.values() if each.least is not None), default=None)
-    # Only a majority may continue: otherwise two parts of the members could continue apart.
+    # Only a majority may continue: otherwise two partitions could both continue.
     if least is None:
         running = [rank for rank in range(size) if lost.get(rank) not in _STOPS_ELSEWHERE or rank in stay]
         if 2 * len(stay) <= len(running):

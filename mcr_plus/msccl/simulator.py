@@ -271,7 +271,7 @@ class SymbolicRun:
         self.problems.append(Problem(block.steps[block.done].line, place(*block.at), what))
 
     def _cells(self, index: int, chunks: Chunks, count: int) -> Iterator[tuple[int, _Cell | None]]:
-        """Yield the chunks of a step; None for chunks outside the buffer in a call of this type."""
+        """Yield each chunk of a step, or None beyond the buffer (lengths differ in and out of place)."""
         rank = self._blocks[index].rank
         where, memory = self.layouts[rank], self.memory[rank]
         length, start = where.length(chunks.space), where.start(chunks.space)

@@ -143,7 +143,7 @@ class _Diagnosis:
         found += (self._lateness(late) for late in self.late if not (late.is_slow and late.rank in blamed))
         return sorted(found, key=lambda finding: FAULTS.index(finding.fault))
 
-    # -- ranks that are away ----------------------------------------------------------------------
+    # -- absent ranks ------------------------------------------------------------------------------
 
     def _lost(self) -> Iterator[DiagnosedFault]:
         """Yield faults for ranks that are away while others need them."""

@@ -1,4 +1,4 @@
-"""Trial for online refinement: rivals get a few of the job's calls until one candidate remains."""
+"""Compare the candidates of a size online: each gets some of the job's calls, until one is left."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _timed(change: Change, a: Table, b: Table) -> Change:
 
 
 def _points(table: Table, key: TableKey, choice: str | None) -> dict[int, float]:
-    """Return the measurements of a choice under a key: microseconds by bytes."""
+    """Return a choice's measurements for `key`, as {bytes: microseconds}."""
     rules = [rule for rule in table.rules if rule.key == key and choice is not None]
     return {size: time for rule in rules for size, time in rule.measured.get(choice or "", {}).items()}
 

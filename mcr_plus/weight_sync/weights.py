@@ -149,7 +149,7 @@ class Weights:
     """
 
     def __init__(self, source: Source, layout: Layouts | None = None, rank: int = 0) -> None:
-        """Read the tensors' identities. `layout`: layouts by name, for tensors of which `rank` has parts."""
+        """Read the tensors' identities. `layout`: by name, the layouts of sharded tensors."""
         self.source = source
         named = named_tensors(source)
         layouts = _checked(layout, {each.entry.name for each in named}, rank)

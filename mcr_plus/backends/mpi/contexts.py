@@ -46,7 +46,7 @@ class Contexts:
         self._comm = comm
         self._group = group
         self.limit = self._taken = room
-        # By digest, in the order in which operations first started, which is the same on all ranks.
+        # By digest, ordered by first start; all ranks have the same order.
         self.own: dict[int, Any] = {}
         self._shared: Any = None
         self._flow_factors = _flow_factors(group)

@@ -57,7 +57,7 @@ class VerifiedMessages:
 
     @property
     def needs_polls(self) -> bool:
-        """True if checksums in transit move only with polls."""
+        """True if checksums in transit advance only when polled."""
         return bool(self._following) and self._steps.backend.host_driven
 
     def advance(self) -> None:

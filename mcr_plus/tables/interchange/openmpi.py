@@ -215,8 +215,10 @@ def _setting(out: Exporter, kind: str, rule: TableRule | None, ranks: Range | No
     if short_one := _SHORT.get((collective, name)):
         parts, part = (2, "half") if collective == "bcast" else (most, "rank")
         least = parts * (found.segment or _ELEMENT)
-        if smallest < least or (not found.segment and collective == "allreduce"):
-            what = f"without a segment for each {part}" if found.segment else "without segments"
+        tiny = found.segment < _ELEMENT and collective == "allreduce"
+        if smallest < least or tiny:
+            what = "with segments shorter than an element" if tiny else f"without a segment for each {part}"
+            what = what if found.segment else "without segments"
             what = "with one element" if not found.segment and collective == "bcast" else what
             out.report(rule, f"{what} {_LIBRARY} runs {short_one} instead of {name}")
     return found

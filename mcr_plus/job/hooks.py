@@ -61,6 +61,10 @@ class JobHook:
         """
         return []
 
+    def unfinished(self) -> str | None:
+        """Return a warning of what the program has left undone at the orderly end of a job, or None."""
+        return None
+
     def closing(self) -> None:
         """Called when the job's operations have ended here, or it cannot begin; peers may still work."""
 

@@ -53,6 +53,10 @@ class ProcessJob:
         self.runtime, self.communicator, self.all_ended = runtime, runtime.communicator, False
         self.backends.update({id(backend): backend for backend in runtime.engine.backends})
 
+    def unfinished(self) -> list[str | None]:
+        """Return the hooks' warnings at the orderly end of the runtime."""
+        return [hook.unfinished() for hook in self.hooks]
+
     def hooks_closing(self) -> None:
         """Tell the hooks that the runtime's operations have ended, or that the job cannot begin."""
         for hook in self.hooks:

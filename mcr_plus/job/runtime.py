@@ -376,7 +376,7 @@ class Runtime:
             except McrError as failure:
                 error, clean = failure, False
         if clean:
-            if (text := never_waited(self.engine)) is not None:
+            for text in filter(None, (never_waited(self.engine), *job.unfinished())):
                 _log.warning("rank %d: %s", self.world.rank, text)
             error = self._finish_stages()
         job.hooks_closing()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch
+from mcr_plus.job.hooks import JobHook
+from mcr_plus.job.process import job
 from mcr_plus.local_sgd import arguments
 from mcr_plus.training.wrap import is_wrapped
 
@@ -25,6 +27,19 @@ DIGEST, STEPS, TOKENS, NANOSECONDS, CHANGED = range(5)
 _NUMBERS: Final = "mcr.local"
 _TAG: Final = re.compile(r" tag=outer\.(?:(\d+)\.)?\d+(?: |$)")
 _live: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+class _Reminder(JobHook):
+    """Warns at the end of the job of steps that have not been averaged."""
+
+    def unfinished(self) -> str | None:
+        """See `JobHook`."""
+        if not any(each.position or any(part.flight for part in each.fragments) for each in _live):
+            return None
+        return "mcr.local: the last steps have not been averaged, so models differ; end with local.finish()"
+
+
+_REMINDER: Final = _Reminder()
 
 
 class _Own(NamedTuple):
@@ -75,6 +90,8 @@ def keep_number(local: LocalSteps, number: int) -> None:
     numbers = local.comm.opened.numbers
     numbers[_NUMBERS] = max(numbers.get(_NUMBERS, 0), number + 1)
     _live.add(local)
+    if _REMINDER not in job.hooks:
+        job.hooks += (_REMINDER,)
 
 
 def _number_in(operation: str) -> int | None:

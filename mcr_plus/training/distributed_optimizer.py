@@ -40,6 +40,7 @@ class AveragedOptimizer:
         """Complete a failed pass; raises `InvalidArgument` for a parameter that is not averaged."""
         refuse_within_backward(self.reducer)
         self.reducer.recover()
+        self.reducer.note_step()
         known = self.trained
         if averaged_optimizers.get(optimizer) is self and any(
             id(param) not in known and param.requires_grad and not (is_skipped(param) or reducer_of(param))

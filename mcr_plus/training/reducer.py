@@ -103,6 +103,9 @@ class Reducer:
         self._watches_order = False  # True if buckets are planned, and gradients have kept the plan's order
         self._last_order: list[int] | None = []  # of the last pass; None: skip the next comparison
         self._whole_passes = 0
+        self._passes = 0  # with averaged gradients
+        self._stepped_at = 0  # `_passes` at the last step
+        self._warned = False  # by `note_step`
         self._task: int | None = None  # the current autograd graph task
         self._flats: list[Flat] = []
         self._next = 0
@@ -173,6 +176,25 @@ class Reducer:
         self.comm.take_over()
         if self.active:
             self._complete(failed=True)
+
+    def note_step(self) -> None:
+        """Warn once if gradients of a step were set by the program, and are this rank's alone.
+
+        If a pass has been averaged since the last step, they may be results of averaged gradients.
+        """
+        before, self._stepped_at = self._stepped_at, self._passes
+        if before != self._passes or self._warned or not (self._hooks and self.syncing):
+            return
+        for slot in self._slots:
+            grad = slot.param.grad
+            if grad is not None and all(grad is not view for view in slot.views):
+                self._warned = True
+                _log.warning(
+                    "optimizer.step: the gradient of '%s' was set by the program, as from "
+                    "torch.autograd.grad, so it has not been averaged and models differ between ranks; call "
+                    "loss.backward()", slot.name,
+                )  # fmt: skip
+                return
 
     def use(self, call: CompiledCall) -> None:
         """Begin trials of the cuts of a compiled model, if `call.is_auto`."""
@@ -402,6 +424,7 @@ class Reducer:
         if raised:
             self._began = perf_counter()
             return  # the gradients are not assigned: the program starts another pass
+        self._passes += 1
         failed, kind, waits, *used = self._outcome.tolist()
         for slot, some in zip(self._slots, used, strict=True):
             if some:

@@ -118,6 +118,7 @@ class _Wrapped(_Inert):
         Raises `InvalidArgument` if gradients accumulated in `no_sync` have not been averaged since.
         """
         self.refuse_sums(has_closure(args, kwargs))
+        self.reducer.note_step()
         if self.reducer.detached and (name := unaveraged(self.named)) is not None:
             raise InvalidArgument(
                 f"model: '{name}' is not averaged any more, as mcr.wrap has since been called on a part "

@@ -692,6 +692,57 @@ def test_operations_that_were_waited_for_are_not_named() -> None:
         assert "never waited for" not in result.stderr
 
 
+def gradients_of_the_program() -> None:
+    """Train with gradients that no backward pass has averaged, by `wrap` and by `DistributedOptimizer`."""
+    with mcr.init() as comm:
+        for named in (False, True):
+            model, optimizer = _model()
+            if named:
+                mcr.broadcast_parameters(model)
+                mcr.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+            else:
+                mcr.wrap(model, optimizer)
+            params = list(model.parameters())
+            for _ in range(2):
+                loss = model(torch.ones(1, 4) * (1 + comm.rank)).sum()
+                for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                    param.grad = grad
+                optimizer.step()
+        _step(*mcr.wrap(*_model()))
+        model, optimizer = mcr.wrap(*_model())
+        for _ in range(2):  # changed means are means
+            model(torch.ones(1, 4)).sum().backward()
+            for param in model.parameters():
+                param.grad = None if param.grad is None else param.grad.clamp(max=0.5)
+            optimizer.step()
+
+
+def test_gradients_that_no_pass_has_averaged_are_named_once() -> None:
+    for result in run_ranks(gradients_of_the_program, 2):
+        named = [line for line in result.stderr.splitlines() if "was set by the program" in line]
+        assert [line.partition("'")[2].partition("'")[0] for line in named] == ["weight", "weight"]
+
+
+def unfinished() -> None:
+    """Leave `mcr.local` within a window, and another one at its end."""
+    with mcr.init():
+        model, optimizer = _model()
+        local = mcr.local(model, optimizer, every=2)
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            local.step()
+    with mcr.init():
+        model, optimizer = _model()
+        further = mcr.local(model, optimizer, every=3)
+        model(torch.ones(1, 4)).sum().backward()
+        further.step()
+
+
+def test_steps_that_local_has_not_averaged_are_named_at_the_end() -> None:
+    for result in run_ranks(unfinished, 2):
+        assert result.stderr.count("end with local.finish()") == 1
+
+
 def pull_of_nothing() -> str:
     """Run on ranks: pull from a source that ends without a push."""
     with mcr.init() as comm:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import mcr_plus
 
 from mcr_plus import registry
 from mcr_plus.backends import backend_class, preferred_backends
@@ -17,8 +16,6 @@ from mcr_plus.config.reader import loads
 from mcr_plus.config.schema import default_pipeline
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
-from mcr_plus.observe.options import ObserveOptions
-from mcr_plus.observe.sinks import open_sinks
 from mcr_plus.tables.interchange import import_
 
 OWN = {
@@ -29,12 +26,18 @@ OWN = {
     "table_formats": ("nccl-csv", "oneccl", "openmpi", "ucc"),
 }
 MODULE = """
+class Codec:
+    name = "mine"
+
+def even(value):
+    if value % 2:
+        raise ValueError(f"expected an even number, got {value}")
+    return value
+"""
+OF_CAPABILITIES = """
 from mcr_plus.observe.sinks import Sink, SinkOption
 from mcr_plus.tables.interchange import oneccl
 from mcr_plus.tables.interchange.exchange import TableFormat
-
-class Codec:
-    name = "mine"
 
 class Printed(Sink):
     def __init__(self, target, rank, local):
@@ -42,11 +45,6 @@ class Printed(Sink):
 
     def publish(self, metrics):
         print(len(metrics))
-
-def even(value):
-    if value % 2:
-        raise ValueError(f"expected an even number, got {value}")
-    return value
 
 SINK = SinkOption(even, Printed)
 FORMAT = TableFormat("gloo", oneccl.COLLECTIVES, oneccl.export, oneccl.import_)
@@ -70,7 +68,8 @@ def install(
     """Put a package on the path like an installer: a module, and its metadata next to it."""
     info = folder / f"{name.replace('-', '_')}-1.2.dist-info"
     info.mkdir(parents=True)
-    (folder / "fake_package.py").write_text(MODULE)
+    further = OF_CAPABILITIES * ("SINK" in entry_points or "FORMAT" in entry_points)
+    (folder / "fake_package.py").write_text(MODULE + further)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text(entry_points)
     monkeypatch.syspath_prepend(str(folder))
@@ -108,9 +107,10 @@ def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_sink_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_sinks = pytest.importorskip("mcr_plus.observe.sinks").open_sinks
     install(tmp_path, monkeypatch, "[mcr_plus.sinks]\nmine = fake_package:SINK\nbad = fake_package:even\n")
     options = loads("version: 1\nobserve: {mine: 4}").observe
-    assert isinstance(options, ObserveOptions)
+    assert isinstance(options, registry.observe_options())
     assert options.sinks == {"mine": 4}
     assert [sink.name for sink in open_sinks(options.sinks, rank=3, local=1)] == ["observe.printed: 4 3 1"]
     for written, message in {
@@ -127,6 +127,9 @@ def test_a_sink_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_format_of_tables_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mcr_plus.cli")
+    from command import mcr_plus
+
     install(
         tmp_path,
         monkeypatch,

@@ -121,6 +121,22 @@ def remembering(count: int) -> float:
     return (spent - (time.perf_counter() - began)) / count * 1e6
 
 
+def by_default(rounds: int) -> dict[str, float]:
+    """The same calls without a configuration, so over shared memory; and those of torch.distributed on `mcr`."""
+    comm = mcr.init()
+    dist.init_process_group("mcr")
+    x = torch.ones(2)
+    theirs = {"dist.all_reduce on mcr": (lambda: dist.all_reduce(x, dist.ReduceOp.MAX), CALLS)}
+    ours = {name: call for name, call in candidates(comm).items() if name != "torch gloo"}
+    turns = take_turns({**ours, **theirs, **kinds(comm)}, rounds)
+    dist.destroy_process_group()
+    mcr.finalize()
+    with mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"check": "every"}}]}):
+        checked = {"mcr.all_reduce, check: every": (lambda: mcr.all_reduce(x, mcr.MAX), CALLS)}
+        turns |= take_turns(checked, rounds)
+    return {f"default, {name}": median(values) for name, values in turns.items()}
+
+
 def measure(rounds: int) -> dict[str, float]:
     comm = mcr.init(
         {"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
@@ -149,7 +165,7 @@ def measure(rounds: int) -> dict[str, float]:
     every = take_turns({"every": (lambda: checked.all_reduce(tensor, mcr.MAX), CALLS)}, rounds)["every"]
     results["mcr.all_reduce, check: every"] = median(every)
     mcr.finalize()
-    return results
+    return results | by_default(rounds)
 
 
 def goals(results: Mapping[str, float]) -> list[tuple[str, str, str]]:
@@ -157,8 +173,20 @@ def goals(results: Mapping[str, float]) -> list[tuple[str, str, str]]:
     raw = results["raw mpi4py"]
     gloo = results["torch gloo"]
     every = results["mcr.all_reduce, check: every"]
+    default = {
+        name.removeprefix("default, "): value for name, value in results.items() if name.startswith("default")
+    }
+    plain = default["mcr.all_reduce"]
+    by_kind = {
+        name: value / default[f"{name}, raw"] for name, value in default.items() if f"{name}, raw" in default
+    }
     added = {name: results[name] - results[f"{name}, raw"] for name in ("broadcast", "all_to_all_single")}
     return [
+        ("default: plain / raw", "≤ 1.8", f"{plain / default['raw mpi4py']:.2f}"),
+        ("default: persistent / raw", "≤ 1.15", f"{default['mcr.persistent'] / default['raw mpi4py']:.2f}"),
+        *((f"default: {name} / raw", "≤ 2.5", f"{ratio:.2f}") for name, ratio in by_kind.items()),
+        ("default: check: every / plain", "≤ 4", f"{default['mcr.all_reduce, check: every'] / plain:.2f}"),
+        ("default: dist.all_reduce / plain", "≤ 1.3", f"{default['dist.all_reduce on mcr'] / plain:.2f}"),
         ("persistent / raw", "≤ 1.1", f"{results['mcr.persistent'] / raw:.2f}"),
         ("plain − raw", "≤ 1.5 µs", f"{results['mcr.all_reduce'] - raw:.2f} µs"),
         *((f"{name} − raw", "≤ 4 µs", f"{value:.2f} µs") for name, value in added.items()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, ABCMeta, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import getattr_static
@@ -111,6 +112,24 @@ class FirstCalls:
         self._start = start
         if self.on_settled is not None:
             self.on_settled(start)
+
+
+class NativeStart(NamedTuple):
+    """Start of an operation in compiled code; the attribute `native` of a `Start` makes it.
+
+    Attributes:
+        begin: address of a C function: address of `words`, source and target → 1 if the operation is done.
+        advance: the same of a C function: address of `words`, 1 → 1 if the operation is done.
+        words: the operation's state, int64.
+        running: operations in progress; `begin` may run while it is empty, by a thread that holds the GIL.
+        begun: takes an operation over for which `begin` has returned 0: source, target, object to keep.
+    """
+
+    begin: int
+    advance: int
+    words: Any
+    running: deque[Any]
+    begun: Callable[[int, int, object], Poll]
 
 
 class Persistent(Protocol):

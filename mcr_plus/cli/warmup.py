@@ -107,11 +107,13 @@ def _shared_memory() -> None:
     from mcr_plus.backends.shm import collectives_kernels as direct
     from mcr_plus.backends.shm import interpreter_kernels as executor
     from mcr_plus.backends.shm import p2p_kernels as messages
+    from mcr_plus.backends.shm.collectives import addresses
     from mcr_plus.kernels.compiling import preparing
 
     for what, module in (("msccl", direct), ("msccl's algorithms", executor), ("msccl's messages", messages)):
         with preparing(what):
             module.prepare()
+    addresses()
 
 
 def _reductions() -> None:

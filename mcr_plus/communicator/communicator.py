@@ -63,7 +63,7 @@ class Communicator(Operations):
         self.state: GroupState = opened.state  # the state of the group in this process
         self._chains = opened.chains
         self._messages = opened.messages
-        self._plans = opened.plans
+        self._plans, self._fast = opened.plans, opened.fast
         self.splits = 0  # groups made from this one so far
         self.succession = Succession()
         self.attached: dict[str, Any] = {}  # objects of higher layers that live as long as the group, by name
@@ -352,7 +352,7 @@ class Communicator(Operations):
             for bound in self.hooks.bound:
                 plan = replace(plan, issue=bound(self._group, plan.issue))
             if len(self._plans) >= _PLANS:  # needs no other rank: new plans use the same chains
-                self._plans.clear()
+                self.opened.forget_plans()
             self._plans[key] = plan
         return prepare(call, plan.signature, plan.issue)
 
@@ -366,7 +366,7 @@ class Communicator(Operations):
                 self.opened.runtime.count()
             elif len(known) >= SIGNATURES:
                 known.clear()
-                self._plans.clear()
+                self.opened.forget_plans()
                 self.opened.runtime.forget_messages()
             chain = known[signature] = self.pipeline.bind(signature)
         return chain

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcr_plus.board.base import Failure
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.fast_calls import fast_calls
 from mcr_plus.engine.closing import forget
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class OpenGroup:
         chains: the bound pipeline of each signature.
         messages: the bound pipelines of sends and receives; each rank binds them on its own.
         plans: bound operations of all kinds, by call arguments.
+        fast: the same in compiled code, see `fast_calls`; None without it.
         numbers: counters of higher layers, by name; successors inherit them.
     """
 
@@ -73,11 +75,18 @@ class OpenGroup:
     chains: dict[Signature, BoundChain] = field(default_factory=dict)
     messages: dict[Signature, BoundChain] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
+    fast: Any = field(default_factory=fast_calls)
     numbers: dict[str, int] = field(default_factory=dict)
     _handle: Callable[[], Communicator | None] = _no_handle
 
     def __post_init__(self) -> None:
-        self.runtime.caches.extend((self.chains.clear, self.messages.clear, self.plans.clear))
+        self.runtime.caches.extend((self.chains.clear, self.messages.clear, self.forget_plans))
+
+    def forget_plans(self) -> None:
+        """Bind all calls of the program again."""
+        self.plans.clear()
+        if self.fast is not None:
+            self.fast.clear()
 
     @cached_property
     def arrays(self) -> ArrayStreams:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcr_plus.communicator import calls
 from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, Tensors, Unpack
+from mcr_plus.communicator.fast_calls import native_run
 from mcr_plus.communicator.prepared import Prepared, repeated
 from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor
 from mcr_plus.core.kinds import ReduceOp
@@ -42,6 +43,7 @@ class Operations(ABC):
     opened: OpenGroup
     _group: Group
     _plans: dict[Any, Any]  # bound operations by call arguments: functions here, `BoundChain` in `prepared`
+    _fast: Any  # the same in compiled code, or None; see `fast_calls`
 
     @abstractmethod
     def prepared(self, call: calls.Call, async_op: bool, options: CallOptions) -> Prepared:
@@ -61,6 +63,10 @@ class Operations(ABC):
     ) -> Work | None:
         """Reduce `tensor` over all ranks, in place. See `mcr.all_reduce`."""
         # An inlined copy of `_call`, because this is the most frequent operation.
+        if self._fast is not None:
+            work = self._fast("all_reduce", tensor, op, async_op, backend, compress, tag)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         key: tuple[Any, ...] | None = None
         try:
             key = (
@@ -75,7 +81,8 @@ class Operations(ABC):
         else:
             return run(tensor)  # type: ignore[no-any-return]
         options: CallOptions = {"backend": backend, "compress": compress, "tag": tag}
-        return self._first("all_reduce", (tensor,), (op,), async_op, options, key)
+        rest = (op, async_op, backend, compress, tag)
+        return self._first("all_reduce", (tensor,), (op,), async_op, options, key, rest)
 
     def broadcast(
         self, tensor: Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
@@ -320,6 +327,11 @@ class Operations(ABC):
 
         `name`: the name of the method. `own`: its arguments after the tensors.
         """
+        rest = (*own, async_op, *options, *options.values())
+        if self._fast is not None:
+            work = self._fast(name, *tensors, *rest)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         key: tuple[Any, ...] | None = None
         try:
             facts = [fact for tensor in tensors for fact in _facts(tensor)]
@@ -331,7 +343,7 @@ class Operations(ABC):
             key = None
         else:
             return run(*tensors)  # type: ignore[no-any-return]
-        return self._first(name, tensors, own, async_op, options, key)
+        return self._first(name, tensors, own, async_op, options, key, rest)
 
     def _first(
         self,
@@ -341,13 +353,20 @@ class Operations(ABC):
         async_op: bool,
         options: CallOptions,
         key: tuple[Any, ...] | None,
+        rest: tuple[Any, ...],
     ) -> Work | None:
-        """Check, bind and issue an operation. If calls can repeat it, its bound form is cached by `key`."""
+        """Check, bind and issue an operation.
+
+        If calls can repeat it, its bound form is cached by `key`, and by `rest` (all arguments but tensors).
+        """
         ready = self._ready(calls.BUILDERS[name], (*tensors, *own), async_op, options)
         if key is not None and isinstance(ready, Prepared):
             run = repeated(ready, tensors, async_op)
             if run is not None:
                 self._plans[key] = run
+                if self._fast is not None:
+                    native = None if async_op else native_run(ready)
+                    self._fast.keep(run, native, name, tensors, rest)
         return ready.start() if async_op else ready.run()
 
     def _issue(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from mcr_plus.communicator.calls import BUILDERS, CallOptions
+from mcr_plus.communicator.fast_calls import native_run
 from mcr_plus.communicator.tensors import as_tensor, is_on_device, is_plain
 from mcr_plus.core.message import Message
 from mcr_plus.core.work import Work
@@ -162,6 +163,10 @@ def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
         run = partial(
             _run_again, now.issue.run, now.message.with_tensors(now.message.inputs, now.message.outputs)
         )
+    if (compiled := native_run(now)) is not None:
+        tensors = tuple(dict.fromkeys((*now.message.outputs, *now.message.inputs)))
+        compiled.fix(run, tensors, tuple(tensor.data_ptr() for tensor in tensors))
+        run = partial(compiled)
     if native is not None:
         issue, bare = native
         run, signature = partial(bare), now.message.signature

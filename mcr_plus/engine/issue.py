@@ -10,6 +10,7 @@ from mcr_plus.errors import BackendError
 if TYPE_CHECKING:
     import torch
 
+    from mcr_plus.backends.base import NativeStart
     from mcr_plus.core.message import Message
     from mcr_plus.core.work import Work
     from mcr_plus.engine.operation import BoundOperation
@@ -25,9 +26,10 @@ class Issue:
         operation: the library operation that `start` starts, if it starts exactly one and nothing else.
         start_in_place, run_in_place: `start` and `run` for an in-place operation on one tensor, without a
             message; None if the chain has no such form.
+        native: makes the start of the same operation in compiled code; None if there is none.
     """
 
-    __slots__ = ("operation", "run", "run_in_place", "start", "start_in_place")
+    __slots__ = ("native", "operation", "run", "run_in_place", "start", "start_in_place")
 
     def __init__(
         self,
@@ -37,12 +39,14 @@ class Issue:
         operation: BoundOperation | None = None,
         start_in_place: Callable[[torch.Tensor], Work] | None = None,
         run_in_place: Callable[[torch.Tensor], None] | None = None,
+        native: Callable[[], NativeStart] | None = None,
     ) -> None:
         self.start = start
         self.run = run or (lambda message: start(message).wait())
         self.operation = operation
         self.start_in_place = start_in_place
         self.run_in_place = run_in_place
+        self.native = native
 
     def __call__(self, message: Message) -> Work:
         """Same as `start`."""

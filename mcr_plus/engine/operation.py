@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mcr_plus.backends.base import Backend, Channel, Gate, Persistent, Poll, Start
+    from mcr_plus.backends.base import Backend, Channel, Gate, NativeStart, Persistent, Poll, Start
     from mcr_plus.core.message import Signature
     from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.group_state import BackendChannel, GroupState
@@ -69,6 +69,7 @@ class BoundOperation:
         self.signature = signature
         self.backend = signature.choice
         self.start = self._weighed(start) if signature.nbytes is None else start
+        self.native: Callable[[], NativeStart] | None = getattr(start, "native", None)
         if isinstance(self.start, FirstCalls):
             self.start.on_settled = partial(setattr, self, "start")
         self.channel = channel
@@ -155,7 +156,8 @@ class BoundOperation:
         if not self.inline:
             return Issue(start, operation=self)
         in_place = self._bind_run_in_place(start) if self.signature.kind in IN_PLACE else None
-        return Issue(start, self._bind_run(start), operation=self, run_in_place=in_place)
+        run = self._bind_run(start)
+        return Issue(start, run, operation=self, run_in_place=in_place, native=self.native)
 
     def persistent(self, message: Message) -> tuple[Issue, Callable[[], None]] | None:
         """Return the operation as a persistent request of the library for the message's tensors, or None.
@@ -339,6 +341,24 @@ class BoundOperation:
                 self._wait_run(message, test)
 
         return run
+
+    def resuming(self, begun: Callable[[int, int, object], Poll]) -> Callable[..., None]:
+        """Bind the rest of a synchronous call whose operation compiled code has begun, see `NativeStart`."""
+        first, waiting, signature = self.first, self.engine.waiting, self.signature
+
+        def resume(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
+            message, poll = Message(signature, tensors[-1:], tensors[:1]), None
+            try:
+                poll = begun(source, target, tensors)
+                is_done = any(poll() for _ in first) or self._poll_longer(poll)
+            except BaseException as error:
+                self._fail_run(message, poll, error)
+            if is_done:
+                waiting.relay()
+            else:
+                self._wait_run(message, poll)
+
+        return resume
 
     def _poll_longer(self, poll: Poll) -> bool:
         """Continue polling, with naps if waits are not calm; return whether the operation is done."""

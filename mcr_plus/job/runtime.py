@@ -205,7 +205,7 @@ class Runtime:
 
     def _forget_plans(self) -> None:
         for opened in self.groups:
-            opened.plans.clear()
+            opened.forget_plans()
 
     def set_timeout(self, opened: OpenGroup, seconds: float) -> None:
         """Set the deadline of a group's operations, also of operations in flight."""

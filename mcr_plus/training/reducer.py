@@ -8,6 +8,8 @@ The first pass uses buckets in reverse order of the parameters. The order in whi
 became ready is then broadcast, and determines the buckets from then on (as in DDP; Li et al., VLDB 2020).
 With `fuse: {plan: exact}` rank 0 also measures when gradients become ready, and plans the buckets a few
 passes later, so that the last all_reduce ends as early as possible. For `plan: auto`, see `auto_plan`.
+
+Long because the phases of a pass share its state.
 """
 
 from __future__ import annotations

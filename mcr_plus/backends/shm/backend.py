@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.shm import collectives_kernels
-from mcr_plus.backends.shm.collectives import DirectCollectives, mismatch
+from mcr_plus.backends.shm.collectives import DirectCollectives, addresses, mismatch
 from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
@@ -22,7 +22,7 @@ from mcr_plus.msccl import channels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mcr_plus.backends.base import Corrupted, Poll, Start
+    from mcr_plus.backends.base import Corrupted, NativeStart, Poll, Start
     from mcr_plus.backends.shm.p2p import PointToPoint
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
@@ -45,6 +45,7 @@ _MOST_RANKS: Final = 128  # the memory grows with the square of this
 # another process. Larger slots mean fewer waits, but slots above 2 MiB do not fit the caches.
 _AREA: Final = 2 << 20
 _IN_THREAD: Final = 768 << 10  # bytes above which asynchronous operations run in the thread
+_NATIVE: Final = 64 << 10  # most bytes of an operation that may hold the GIL
 _SPINS: Final = 20  # per poll, which makes a poll as long as an MPI poll; the engine sets the number of polls
 _YIELDS: Final = 4
 _AREAS: Final = 24 << 20  # bytes for all ranks
@@ -240,18 +241,23 @@ class SharedMemoryChannel(Channel):
             return self._bind_uneven(signature, *_values(signature))
         if signature.algorithm is not None:
             return self._bind_algorithm(signature)
-        begin = self.run_by(
-            signature, self.direct(signature), collectives_kernels.begin, collectives_kernels.advance
-        )
-        if signature.kind == "barrier":
-            return lambda message: begin(0, 0, None)  # noqa: ARG005 - a Start
+        state, kernels = self.direct(signature), (collectives_kernels.begin, collectives_kernels.advance)
+        begin = self.run_by(signature, state, *kernels)
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
             return begin(source, target, (message.inputs, message.outputs))
 
+        if not signature.async_op and (signature.nbytes or 0) <= _NATIVE:
+            start.native = lambda: self._native(*kernels, state)  # type: ignore[attr-defined]
         return start
+
+    def _native(self, begin: Begin, advance: Advance, state: Any) -> NativeStart:
+        """Return the start of a small operation in compiled code."""
+        with preparing("msccl"):
+            kernels = addresses()
+        return self._queue.native(begin, advance, state, kernels)
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
         """See `Channel`. Message headers say whether a message carries checksums."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+import numba
 import numpy as np
 
 from mcr_plus.backends.shm import collectives_kernels as words
@@ -21,12 +23,15 @@ from mcr_plus.backends.shm.collectives_kernels import (
     UNEVEN,
 )
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels
+from mcr_plus.kernels.cpu import c_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mcr_plus.backends.shm.segment import Segment
 
+_numba: Any = numba  # partly annotated, which type checkers report
+_types: Any = _numba.types
 _NOTHING: Final = ReduceKernels()
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
@@ -131,3 +136,19 @@ class DirectCollectives:
 def mismatch(state: Any) -> tuple[int, int] | None:
     """Return a rank that had an unexpected count in an operation, and the count; None if there is none."""
     return (int(state[words.MISMATCH]) - 1, int(state[words.GIVEN])) if state[words.MISMATCH] else None
+
+
+def _begin_at(state, source, target):  # type: ignore[no-untyped-def]
+    return words.begin(_numba.carray(state, (words.WORDS,)), source, target)
+
+
+def _advance_at(state, patient):  # type: ignore[no-untyped-def]
+    return words.advance(_numba.carray(state, (words.WORDS,)), patient)
+
+
+@cache
+def addresses() -> tuple[int, int]:
+    """Return the addresses of `begin` and `advance` as C functions of the address of a state."""
+    state, value = _types.CPointer(_types.int64), _types.int64
+    begins = c_function(_types.int64(state, value, value), _begin_at).address
+    return begins, c_function(_types.int64(state, value), _advance_at).address

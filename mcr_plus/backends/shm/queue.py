@@ -8,6 +8,8 @@ from collections.abc import Callable
 from threading import RLock, Semaphore, Thread
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.backends.base import NativeStart
+
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
 
@@ -78,14 +80,8 @@ class WorkQueue:
 
         `in_thread`: the queue's thread runs the operation. Only one thread at a time may start operations.
         """
-        running, lock = self._running, self._lock
+        running, lock, begun = self._running, self._lock, self.begun(begin, advance, state)
         acquire, release, has_it = lock.acquire, lock.release, lock._is_owned
-
-        def begun(source: int, target: int, keep: object) -> Poll:
-            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
-            operation.begun = True
-            running.append(operation)
-            return operation
 
         def start(source: int, target: int, keep: object) -> Poll:
             tried = False
@@ -113,6 +109,25 @@ class WorkQueue:
             return operation
 
         return start_in_thread if in_thread else start
+
+    def begun(self, begin: Begin, advance: Advance, state: Any) -> Run:
+        """Return a function that enqueues an operation after its first, incomplete `begin`."""
+        running = self._running
+
+        def enqueue(source: int, target: int, keep: object) -> Poll:
+            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
+            operation.begun = True
+            running.append(operation)
+            return operation
+
+        return enqueue
+
+    def native(self, begin: Begin, advance: Advance, state: Any, addresses: tuple[int, int]) -> NativeStart:
+        """Return the start of small operations in compiled code; `addresses`: of both as C functions.
+
+        It may run while no operation is in the queue. The caller holds the GIL, so none is added meanwhile.
+        """
+        return NativeStart(*addresses, state, self._running, self.begun(begin, advance, state))
 
     def drive(self, wanted: _QueuedOperation) -> bool:
         """Advance the first operation, then the following ones; return whether `wanted` is done."""

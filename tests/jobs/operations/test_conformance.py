@@ -14,12 +14,14 @@ from jobs.operations import conformance
 from jobs.operations.behaviour import LIVES, SECTIONS
 from ranks import RankResult, RanksFailed, run_ranks
 
+from mcr_plus.communicator.fast_calls import SWITCH
 from mcr_plus.core.kinds import ARITHMETIC, REDUCE_OPS, REDUCIBLE
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 GROUPS: Final = ("world", "reversed", "overlapping", "split")
 
+# Under torchrun, calls are in Python alone, as without the compiled ones.
 # Launcher, ranks, the backends that calls name (None lets the pipeline decide), and the tables to walk.
 LAUNCHES: Final = {
     "one rank": ("torch", 1, (None, "local"), ("some types", "some shapes")),
@@ -68,7 +70,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
                 ranks,
                 args=[backends, tables, folder],
                 via=via,  # type: ignore[arg-type]
-                env={"GLOO_SOCKET_IFNAME": "lo"},
+                env={"GLOO_SOCKET_IFNAME": "lo"} | dict.fromkeys([SWITCH] * (via == "torch"), "0"),
                 timeout=480,  # three ranks on two busy cores
                 teardown=True,
             )

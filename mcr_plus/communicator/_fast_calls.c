@@ -1,0 +1,537 @@
+/* Repeated calls without Python in between: the optional counterpart of `Operations._call`.
+ *
+ * A `FastCalls` keeps the operations of one group by their call: name, tensors (dtype, shape; contiguous, on the
+ * CPU, without a gradient or a lazy negation) and the other arguments. A call that it knows runs the operation's
+ * function, or, for a small synchronous operation over shared memory, the compiled kernel itself (`NativeRun`);
+ * for any other call it returns NotImplemented. Tensors are read through DLPack's exchange API
+ * (`__dlpack_c_exchange_api__`, DLPack 1.2), so the module needs no header of torch and fits all its versions.
+ *
+ * The GIL is held throughout: kernels of a `NativeRun` return within microseconds, and no other thread can be
+ * in the middle of an operation of the work queue while that queue is empty.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+/* --- DLPack 1.x, as specified in dlpack.h: only what is read ------------------------------------------- */
+
+typedef struct { int32_t device_type, device_id; } DLDevice;
+typedef struct { uint8_t code, bits; uint16_t lanes; } DLDataType;
+typedef struct {
+    void *data;
+    DLDevice device;
+    int32_t ndim;
+    DLDataType dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+typedef struct {
+    struct { uint32_t major, minor; } version;
+    void *prev_api;
+    void *managed_tensor_allocator, *managed_tensor_from_py_object, *managed_tensor_to_py_object;
+    int (*dltensor_from_py_object)(void *, DLTensor *);
+    void *current_work_stream;
+} DLPackExchangeAPI;
+
+enum { CPU = 1, MOST_DIMS = 6, MOST_TENSORS = 2, MOST_ARGUMENTS = 8, MOST_CALLS = 32 };
+
+static PyTypeObject *tensor_type;
+static const DLPackExchangeAPI *api;
+static PyGetSetDef *requires_grad;
+static PyCFunction is_neg;
+static PyObject *name_deferred, *name_calm, *name_relay, *name_thread, *name_sequence;
+
+typedef struct {
+    DLDataType dtype;
+    int32_t ndim;
+    int64_t shape[MOST_DIMS];
+    int64_t nbytes;
+    char *data;
+} Facts;
+
+/* Read a tensor; return 0 if it is one for the slow path. */
+static int read_tensor(PyObject *object, Facts *facts)
+{
+    if (Py_TYPE(object) != tensor_type)
+        return 0;
+    PyObject *flag = requires_grad->get(object, requires_grad->closure);
+    int special = flag != Py_False;
+    Py_XDECREF(flag);
+    if (!special) {
+        flag = is_neg(object, NULL);
+        special = flag != Py_False;
+        Py_XDECREF(flag);
+    }
+    DLTensor tensor;
+    if (special || api->dltensor_from_py_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (tensor.device.device_type != CPU || tensor.ndim > MOST_DIMS)
+        return 0;
+    int64_t stride = 1;
+    for (int32_t dim = tensor.ndim - 1; dim >= 0; dim--) {
+        if (tensor.strides != NULL && tensor.shape[dim] != 1 && tensor.strides[dim] != stride)
+            return 0;
+        stride *= tensor.shape[dim];
+        facts->shape[dim] = tensor.shape[dim];
+    }
+    facts->dtype = tensor.dtype;
+    facts->ndim = tensor.ndim;
+    facts->nbytes = stride * ((tensor.dtype.bits * tensor.dtype.lanes + 7) / 8);
+    facts->data = (char *)tensor.data + tensor.byte_offset;
+    return stride > 0;
+}
+
+static int same_facts(const Facts *one, const Facts *other)
+{
+    return one->ndim == other->ndim && memcmp(&one->dtype, &other->dtype, sizeof(DLDataType)) == 0
+        && memcmp(one->shape, other->shape, one->ndim * sizeof(int64_t)) == 0;
+}
+
+/* --- small synchronous operations over shared memory ---------------------------------------------------- */
+
+typedef int64_t (*Begin)(int64_t *state, int64_t source, int64_t target);
+typedef int64_t (*Advance)(int64_t *state, int64_t patient);
+
+typedef struct {
+    PyObject_HEAD
+    Begin begin;
+    Advance advance;
+    int polls;         /* calls of `advance` before Python waits, which may sleep */
+    int64_t *words;    /* the operation's state */
+    uint64_t *counter; /* of the group's board */
+    int reads, writes;
+    PyObject *running; /* the work queue: a deque */
+    PyObject *operation, *group, *waiting, *remember, *signature;
+    PyObject *resume; /* (source, target, tensors): wait for an operation that has begun */
+    PyObject *begun;  /* (source, target, keep): put an operation that has begun into the queue */
+    PyObject *keep;   /* owner of `words` */
+    PyObject *fixed;  /* of a persistent operation: its tensors, output first; or NULL */
+    PyObject *otherwise; /* () */
+    char *places[MOST_TENSORS];
+} NativeRun;
+
+/* Return whether an attribute is an object, which is immortal or held by its owner; -1 after an error. */
+static int attribute_is(PyObject *owner, PyObject *name, PyObject *value)
+{
+    PyObject *found = PyObject_GetAttr(owner, name);
+    if (found == NULL)
+        return -1;
+    Py_DECREF(found);
+    return found == value;
+}
+
+/* Return 1 if the operation is complete, 0 if Python must run it, -1 after an error. */
+static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *facts, int count)
+{
+    if (Py_SIZE(self->running) != 0)
+        return 0;
+    PyObject *thread = PyObject_GetAttr(self->group, name_thread);
+    if (thread == NULL)
+        return -1;
+    unsigned long ident = PyLong_AsUnsignedLong(thread);
+    Py_DECREF(thread);
+    if (ident != PyThread_get_thread_ident()) {
+        PyErr_Clear();
+        return 0;
+    }
+    int immediate = attribute_is(self->operation, name_deferred, Py_False);
+    if (immediate <= 0)
+        return immediate;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t number = *self->counter + 1;
+    PyObject *note = Py_BuildValue("(KOL)", (unsigned long long)number, self->signature,
+                                   (long long)now.tv_sec * 1000000000LL + now.tv_nsec);
+    if (note == NULL)
+        return -1;
+    PyObject *done = NULL;
+    if (PyObject_SetAttr(self->group, name_sequence, PyTuple_GET_ITEM(note, 0)) == 0)
+        done = PyObject_CallOneArg(self->remember, note);
+    Py_DECREF(note);
+    if (done == NULL)
+        return -1;
+    Py_DECREF(done);
+    *self->counter = number;
+    int64_t target = self->writes ? (int64_t)facts[0].data : 0;
+    int64_t source = count == 2 ? (int64_t)facts[1].data : self->reads ? (int64_t)facts[0].data : target;
+    int complete = self->begin(self->words, source, target) != 0;
+    for (int poll = 0; poll < self->polls && !complete; poll++)
+        complete = self->advance(self->words, 1) != 0;
+    if (!complete) {
+        PyObject *held = PyTuple_New(count);
+        if (held == NULL)
+            return -1;
+        for (int index = 0; index < count; index++)
+            PyTuple_SET_ITEM(held, index, Py_NewRef(tensors[index]));
+        done = PyObject_CallFunction(self->resume, "LLO", (long long)source, (long long)target, held);
+        if (done == NULL && Py_SIZE(self->running) == 0) { /* interrupted; peers depend on the operation */
+            PyObject *kind, *value, *trace;
+            PyErr_Fetch(&kind, &value, &trace);
+            PyObject *poll = PyObject_CallFunction(self->begun, "LLO", (long long)source, (long long)target, held);
+            Py_XDECREF(poll);
+            PyErr_Restore(kind, value, trace);
+        }
+        Py_DECREF(held);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 1;
+    }
+    int calm = attribute_is(self->waiting, name_calm, Py_True);
+    if (calm == 0) {
+        done = PyObject_CallMethodNoArgs(self->waiting, name_relay);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 1;
+    }
+    return calm;
+}
+
+static int native_init(NativeRun *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"begin", "advance", "polls", "words", "counter", "reads", "writes", "running", "operation", "group",
+                            "waiting", "remember", "signature", "resume", "begun", "keep", NULL};
+    unsigned long long begin, advance, words, counter;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "KKiKKppOOOOOOOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &self->reads,
+            &self->writes, &self->running, &self->operation, &self->group, &self->waiting, &self->remember,
+            &self->signature, &self->resume, &self->begun, &self->keep))
+        return -1;
+    self->begin = (Begin)(uintptr_t)begin;
+    self->advance = (Advance)(uintptr_t)advance;
+    self->words = (int64_t *)(uintptr_t)words;
+    self->counter = (uint64_t *)(uintptr_t)counter;
+    PyObject *held[] = {self->running, self->operation, self->group, self->waiting, self->remember,
+                        self->signature, self->resume, self->begun, self->keep};
+    for (size_t index = 0; index < sizeof(held) / sizeof(*held); index++)
+        Py_INCREF(held[index]);
+    return 0;
+}
+
+/* fix(otherwise, tensors, addresses): make a call without arguments run the operation on these tensors */
+static PyObject *native_fix(NativeRun *self, PyObject *args)
+{
+    PyObject *otherwise, *tensors, *addresses;
+    if (!PyArg_ParseTuple(args, "OO!O!:fix", &otherwise, &PyTuple_Type, &tensors, &PyTuple_Type, &addresses))
+        return NULL;
+    if (PyTuple_GET_SIZE(tensors) > MOST_TENSORS || PyTuple_GET_SIZE(tensors) != PyTuple_GET_SIZE(addresses))
+        return PyErr_Format(PyExc_ValueError, "expected up to %d tensors and their addresses", MOST_TENSORS);
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(tensors); index++)
+        self->places[index] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, index));
+    if (PyErr_Occurred())
+        return NULL;
+    Py_XSETREF(self->fixed, Py_NewRef(tensors));
+    Py_XSETREF(self->otherwise, Py_NewRef(otherwise));
+    Py_RETURN_NONE;
+}
+
+static PyObject *native_call(NativeRun *self, PyObject *args, PyObject *kwargs)
+{
+    if (self->fixed == NULL || PyTuple_GET_SIZE(args) || (kwargs != NULL && PyDict_GET_SIZE(kwargs)))
+        return PyErr_Format(PyExc_TypeError, "NativeRun: call it without arguments, after fix()");
+    int count = (int)PyTuple_GET_SIZE(self->fixed);
+    Facts facts[MOST_TENSORS];
+    PyObject *tensors[MOST_TENSORS];
+    for (int index = 0; index < count; index++) {
+        facts[index].data = self->places[index];
+        tensors[index] = PyTuple_GET_ITEM(self->fixed, index);
+    }
+    Py_INCREF((PyObject *)self);
+    int state = native_run(self, tensors, facts, count);
+    PyObject *result = state > 0 ? Py_NewRef(Py_None) : state ? NULL : PyObject_CallNoArgs(self->otherwise);
+    Py_DECREF((PyObject *)self);
+    return result;
+}
+
+static PyMethodDef native_methods[] = {
+    {"fix", (PyCFunction)native_fix, METH_VARARGS,
+     "fix(otherwise, tensors, addresses)\n--\n\nMake a call without arguments run the operation on these tensors, "
+     "output first; `otherwise()` is called where Python must run it."},
+    {NULL},
+};
+
+static int native_traverse(NativeRun *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->running);
+    Py_VISIT(self->operation);
+    Py_VISIT(self->group);
+    Py_VISIT(self->waiting);
+    Py_VISIT(self->remember);
+    Py_VISIT(self->signature);
+    Py_VISIT(self->resume);
+    Py_VISIT(self->begun);
+    Py_VISIT(self->keep);
+    Py_VISIT(self->fixed);
+    Py_VISIT(self->otherwise);
+    return 0;
+}
+
+static int native_clear(NativeRun *self)
+{
+    Py_CLEAR(self->running);
+    Py_CLEAR(self->operation);
+    Py_CLEAR(self->group);
+    Py_CLEAR(self->waiting);
+    Py_CLEAR(self->remember);
+    Py_CLEAR(self->signature);
+    Py_CLEAR(self->resume);
+    Py_CLEAR(self->begun);
+    Py_CLEAR(self->keep);
+    Py_CLEAR(self->fixed);
+    Py_CLEAR(self->otherwise);
+    return 0;
+}
+
+static void native_dealloc(NativeRun *self)
+{
+    PyObject_GC_UnTrack(self);
+    native_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject native_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mcr_plus.communicator._fast_calls.NativeRun",
+    .tp_doc = "NativeRun(begin, advance, polls, words, counter, reads, writes, running, operation, group, waiting, remember, "
+              "signature, resume, begun, keep)\n--\n\nA small synchronous operation over shared memory.",
+    .tp_basicsize = sizeof(NativeRun),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)native_init,
+    .tp_methods = native_methods,
+    .tp_call = (ternaryfunc)native_call,
+    .tp_traverse = (traverseproc)native_traverse,
+    .tp_clear = (inquiry)native_clear,
+    .tp_dealloc = (destructor)native_dealloc,
+};
+
+/* --- calls ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject *name;
+    int tensors, arguments;
+    Facts facts[MOST_TENSORS];
+    PyObject *rest[MOST_ARGUMENTS];
+    PyObject *run;     /* (*tensors) */
+    NativeRun *native; /* or NULL */
+} KnownCall;
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    int count;
+    KnownCall *calls[MOST_CALLS]; /* the last used first */
+} FastCalls;
+
+static void free_call(KnownCall *call)
+{
+    Py_XDECREF(call->name);
+    for (int index = 0; index < call->arguments; index++)
+        Py_XDECREF(call->rest[index]);
+    Py_XDECREF(call->run);
+    Py_XDECREF((PyObject *)call->native);
+    PyMem_Free(call);
+}
+
+static int equal_arguments(PyObject *one, PyObject *other)
+{
+    if (one == other)
+        return 1;
+    if (Py_TYPE(one) != Py_TYPE(other) || !(PyUnicode_CheckExact(one) || PyLong_CheckExact(one)))
+        return 0;
+    return PyObject_RichCompareBool(one, other, Py_EQ) == 1; /* of exact types, so it cannot raise */
+}
+
+/* (name, *tensors, *arguments) -> the result of the known call, or NotImplemented */
+static PyObject *call_known(FastCalls *self, PyObject *const *args, size_t flags, PyObject *Py_UNUSED(kwnames))
+{
+    Py_ssize_t given = PyVectorcall_NARGS(flags);
+    Facts facts[MOST_TENSORS];
+    int read = 0;
+    for (int at = 0; at < self->count; at++) {
+        KnownCall *call = self->calls[at];
+        if (call->name != args[0] || call->tensors + call->arguments + 1 != given)
+            continue;
+        int same = 1;
+        for (int index = 0; same && index < call->arguments; index++)
+            same = equal_arguments(call->rest[index], args[1 + call->tensors + index]);
+        if (!same)
+            continue;
+        for (; read < call->tensors; read++)
+            if (!read_tensor(args[1 + read], &facts[read]))
+                Py_RETURN_NOTIMPLEMENTED;
+        for (int index = 0; same && index < call->tensors; index++)
+            same = same_facts(&call->facts[index], &facts[index]);
+        if (!same)
+            continue;
+        if (at) {
+            memmove(&self->calls[1], &self->calls[0], at * sizeof(call));
+            self->calls[0] = call;
+        }
+        PyObject *run = Py_NewRef(call->run);
+        NativeRun *native = call->native;
+        int count = call->tensors;
+        PyObject *result = NULL;
+        int apart = count < 2 || facts[0].data >= facts[1].data + facts[1].nbytes
+            || facts[1].data >= facts[0].data + facts[0].nbytes;
+        int state = 0;
+        if (native != NULL && apart) { /* the operation's functions may clear this object */
+            Py_INCREF((PyObject *)native);
+            state = native_run(native, args + 1, facts, count);
+            Py_DECREF((PyObject *)native);
+        }
+        if (state > 0)
+            result = Py_NewRef(Py_None);
+        else if (state == 0)
+            result = PyObject_Vectorcall(run, args + 1, count, NULL);
+        Py_DECREF(run);
+        return result;
+    }
+    Py_RETURN_NOTIMPLEMENTED;
+}
+
+/* keep(run, native, name, tensors, arguments) */
+static PyObject *keep_call(FastCalls *self, PyObject *args)
+{
+    PyObject *run, *native, *name, *tensors, *arguments;
+    if (!PyArg_ParseTuple(args, "OOUO!O!:keep", &run, &native, &name, &PyTuple_Type, &tensors, &PyTuple_Type,
+                          &arguments))
+        return NULL;
+    if (PyTuple_GET_SIZE(tensors) > MOST_TENSORS || PyTuple_GET_SIZE(arguments) > MOST_ARGUMENTS)
+        Py_RETURN_FALSE;
+    KnownCall *call = PyMem_Calloc(1, sizeof(KnownCall));
+    if (call == NULL)
+        return PyErr_NoMemory();
+    for (; call->tensors < PyTuple_GET_SIZE(tensors); call->tensors++)
+        if (!read_tensor(PyTuple_GET_ITEM(tensors, call->tensors), &call->facts[call->tensors])) {
+            free_call(call);
+            Py_RETURN_FALSE;
+        }
+    for (; call->arguments < PyTuple_GET_SIZE(arguments); call->arguments++)
+        call->rest[call->arguments] = Py_NewRef(PyTuple_GET_ITEM(arguments, call->arguments));
+    call->name = Py_NewRef(name);
+    PyUnicode_InternInPlace(&call->name);
+    call->run = Py_NewRef(run);
+    call->native = native == Py_None ? NULL : (NativeRun *)Py_NewRef(native);
+    if (self->count == MOST_CALLS)
+        free_call(self->calls[--self->count]);
+    memmove(&self->calls[1], &self->calls[0], self->count * sizeof(call));
+    self->calls[0] = call;
+    self->count++;
+    Py_RETURN_TRUE;
+}
+
+static int calls_clear(FastCalls *self)
+{
+    while (self->count)
+        free_call(self->calls[--self->count]);
+    return 0;
+}
+
+static PyObject *clear_calls(FastCalls *self, PyObject *Py_UNUSED(ignored))
+{
+    calls_clear(self);
+    Py_RETURN_NONE;
+}
+
+static int calls_traverse(FastCalls *self, visitproc visit, void *arg)
+{
+    for (int at = 0; at < self->count; at++) {
+        for (int index = 0; index < self->calls[at]->arguments; index++)
+            Py_VISIT(self->calls[at]->rest[index]);
+        Py_VISIT(self->calls[at]->run);
+        Py_VISIT((PyObject *)self->calls[at]->native);
+    }
+    return 0;
+}
+
+static void calls_dealloc(FastCalls *self)
+{
+    PyObject_GC_UnTrack(self);
+    calls_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *calls_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    FastCalls *self = (FastCalls *)type->tp_alloc(type, 0);
+    if (self != NULL)
+        self->vectorcall = (vectorcallfunc)call_known;
+    return (PyObject *)self;
+}
+
+static PyMethodDef calls_methods[] = {
+    {"keep", (PyCFunction)keep_call, METH_VARARGS,
+     "keep(run, native, name, tensors, arguments) -> bool\n--\n\nKeep an operation for calls like this one; "
+     "`native` is a NativeRun or None. False: calls of these tensors or arguments cannot be kept."},
+    {"clear", (PyCFunction)clear_calls, METH_NOARGS, "Forget all calls."},
+    {NULL},
+};
+
+static PyTypeObject calls_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mcr_plus.communicator._fast_calls.FastCalls",
+    .tp_doc = "FastCalls()\n--\n\nThe repeated calls of a group: fast(name, *tensors, *arguments).",
+    .tp_basicsize = sizeof(FastCalls),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(FastCalls, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = calls_new,
+    .tp_methods = calls_methods,
+    .tp_traverse = (traverseproc)calls_traverse,
+    .tp_clear = (inquiry)calls_clear,
+    .tp_dealloc = (destructor)calls_dealloc,
+};
+
+/* use(torch.Tensor): read tensors of this class; raises ImportError if its version has no exchange API */
+static PyObject *use(PyObject *Py_UNUSED(module), PyObject *type)
+{
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    const DLPackExchangeAPI *found =
+        capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    PyObject *flag = PyObject_GetAttrString(type, "requires_grad");
+    PyObject *method = PyObject_GetAttrString(type, "is_neg");
+    PyErr_Clear();
+    int fits = found != NULL && found->version.major == 1 && found->dltensor_from_py_object != NULL
+        && flag != NULL && Py_IS_TYPE(flag, &PyGetSetDescr_Type) && method != NULL
+        && Py_IS_TYPE(method, &PyMethodDescr_Type)
+        && ((PyMethodDescrObject *)method)->d_method->ml_flags == METH_NOARGS;
+    if (fits) { /* descriptors of a class that is never freed */
+        api = found;
+        requires_grad = ((PyGetSetDescrObject *)flag)->d_getset;
+        is_neg = ((PyMethodDescrObject *)method)->d_method->ml_meth;
+        tensor_type = (PyTypeObject *)Py_NewRef(type);
+    }
+    Py_XDECREF(capsule);
+    Py_XDECREF(flag);
+    Py_XDECREF(method);
+    if (!fits)
+        return PyErr_Format(PyExc_ImportError, "%R has no usable __dlpack_c_exchange_api__", type);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"use", use, METH_O, "use(type)\n--\n\nRead tensors of this class; raises ImportError if it has no exchange API."},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_fast_calls",
+    .m_doc = "Repeated calls without Python in between.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__fast_calls(void)
+{
+    name_deferred = PyUnicode_InternFromString("deferred");
+    name_calm = PyUnicode_InternFromString("calm");
+    name_relay = PyUnicode_InternFromString("relay");
+    name_thread = PyUnicode_InternFromString("fast_path_thread");
+    name_sequence = PyUnicode_InternFromString("sequence");
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL || PyModule_AddType(module, &calls_type) < 0 || PyModule_AddType(module, &native_type) < 0)
+        return NULL;
+    return module;
+}

@@ -1,0 +1,52 @@
+"""Optional compiled path of repeated calls (`_fast_calls.c`); without it they take the same way in Python."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.prepared import Prepared
+
+SWITCH: Final = "MCR_FAST_CALLS"
+"""Environment variable: 0 for calls in Python alone."""
+
+
+@cache
+def _module() -> Any:
+    """Return the extension; None if it was not built, does not fit this torch, or is switched off."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return None
+    try:
+        from mcr_plus.communicator import _fast_calls  # type: ignore[attr-defined]
+
+        _fast_calls.use(torch.Tensor)
+    except ImportError:
+        return None
+    return _fast_calls
+
+
+def fast_calls() -> Any:
+    """Return a new `FastCalls`, or None without the extension."""
+    module = _module()
+    return module and module.FastCalls()
+
+
+def native_run(ready: Prepared) -> Any:
+    """Return the `NativeRun` of a prepared operation, or None if Python must start it."""
+    operation, message = ready.issue.operation, ready.message
+    if ready.issue.native is None or operation is None or _module() is None:
+        return None
+    native, state = ready.issue.native(), operation.state
+    # An address, as an exported buffer would keep the board from closing; no call comes here after that.
+    counter = np.frombuffer(state.board.counter, np.uint64).ctypes.data
+    return _module().NativeRun(
+        native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter,
+        bool(message.inputs), bool(message.outputs), native.running, operation, state,
+        operation.engine.waiting, state.ring.append, operation.signature, operation.resuming(native.begun),
+        native.begun, native.words,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The compiled path of repeated calls: which calls it knows, and that all others go to Python."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcr_plus.communicator.fast_calls import fast_calls
+
+pytestmark = pytest.mark.skipif(
+    fast_calls() is None, reason="the extension is not built, or torch has no exchange API"
+)
+
+
+class Other(torch.Tensor):
+    """A subclass, which may do anything."""
+
+
+def known(*tensors: torch.Tensor, rest: tuple[Any, ...] = ("SUM", False, None)) -> Any:
+    """Return a `FastCalls` that knows one call; its function returns its tensors' addresses."""
+    fast = fast_calls()
+    assert fast.keep(lambda *given: [each.data_ptr() for each in given], None, "sum", tensors, rest)
+    return fast
+
+
+def test_a_known_call_runs_its_function_on_the_tensors_of_this_call() -> None:
+    fast = known(torch.ones(3, 2), torch.ones(3, dtype=torch.int16))
+    for _ in range(3):
+        tensors = torch.zeros(3, 2), torch.zeros(6, dtype=torch.int16)[1:4]
+        assert fast("sum", *tensors, "SUM", False, None) == [each.data_ptr() for each in tensors]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, 3),
+        torch.ones(6),
+        torch.ones(3, 2, 1),
+        torch.ones(2, 3).T,
+        torch.ones(6, 2)[::2],
+        torch.ones(3, 2, dtype=torch.float64),
+        torch.ones(3, 2, dtype=torch.int32),
+        torch.ones(3, 2, dtype=torch.bfloat16),
+        torch.ones(3, 2, requires_grad=True),
+        torch._neg_view(torch.ones(3, 2)),
+        torch.ones(3, 2).as_subclass(Other),
+        torch.nn.Parameter(torch.ones(3, 2)),
+        torch.ones(3, 2, device="meta"),
+        torch.ones(3, 2).to_sparse(),
+        torch.ones(3, 2, dtype=torch.complex64),
+        [1.0] * 6,
+        None,
+    ],
+    ids=str,
+)
+def test_a_tensor_of_another_kind_is_left_to_python(tensor: Any) -> None:
+    assert known(torch.ones(3, 2))("sum", tensor, "SUM", False, None) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, requires_grad=True),
+        torch._neg_view(torch.ones(2)),
+        torch.ones(4)[::2],
+        torch.ones(0),
+        torch.ones(1, 1, 1, 1, 1, 1, 2),
+        torch.ones(2).as_subclass(Other),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+    ],
+    ids=str,
+)
+def test_such_a_tensor_is_not_kept(tensor: torch.Tensor) -> None:
+    fast = fast_calls()
+    assert not fast.keep(print, None, "sum", (tensor,), ())
+    assert fast("sum", tensor) is NotImplemented
+
+
+def test_a_tensor_that_changes_is_another_one() -> None:
+    fast, tensor = known(torch.ones(4), rest=()), torch.zeros(4)
+    assert fast("sum", tensor) == [tensor.data_ptr()]
+    tensor.requires_grad_(True)
+    assert fast("sum", tensor) is NotImplemented
+    tensor.requires_grad_(False)
+    tensor.data = torch.zeros(2, 2)
+    assert fast("sum", tensor) is NotImplemented
+    tensor.data = torch.zeros(4)
+    assert fast("sum", tensor) == [tensor.data_ptr()]
+    tensor.resize_(3)
+    assert fast("sum", tensor) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("rest", "given", "is_known"),
+    [
+        (("".join(["S", "UM"]), 300), ("SUM", 3 * 100), True),
+        ((1,), (True,), False),
+        ((False,), (0,), False),
+        ((0,), (0.0,), False),
+        ((None,), (False,), False),
+        (("SUM",), ("MAX",), False),
+        (("SUM",), (), False),
+        ((), ("SUM",), False),
+        (({},), ({},), False),
+    ],
+)
+def test_arguments_are_equal_if_they_have_one_type_and_value(
+    rest: tuple[Any, ...], given: tuple[Any, ...], is_known: bool
+) -> None:
+    result = known(torch.ones(2), rest=rest)("sum", torch.ones(2), *given)
+    assert (result is not NotImplemented) == is_known
+
+
+def test_names_are_apart() -> None:
+    fast = known(torch.ones(2), rest=())
+    assert fast.keep(lambda _: "product", None, "product", (torch.ones(2),), ())
+    assert fast("product", torch.ones(2)) == "product"
+    assert isinstance(fast("sum", torch.ones(2)), list)
+    assert fast("mean", torch.ones(2)) is NotImplemented
+
+
+def test_calls_used_long_ago_are_forgotten() -> None:
+    fast = fast_calls()
+
+    def of(size: int) -> Callable[[object], int]:
+        return lambda _: size
+
+    for size in range(1, 41):
+        assert fast.keep(of(size), None, "sum", (torch.ones(size),), ())
+        assert fast("sum", torch.ones(1)) == 1
+    found = [fast("sum", torch.ones(size)) for size in range(1, 41)]
+    assert found == [1, *[NotImplemented] * 8, *range(10, 41)]
+    fast.clear()
+    assert fast("sum", torch.ones(1)) is NotImplemented
+
+
+def test_a_function_may_raise_and_may_clear_the_calls() -> None:
+    fast = fast_calls()
+
+    def run(tensor: torch.Tensor) -> None:
+        fast.clear()
+        gc.collect()
+        raise ValueError(tuple(tensor.shape))
+
+    assert fast.keep(run, None, "sum", (torch.ones(2),), ())
+    with pytest.raises(ValueError, match=r"\(2,\)"):
+        fast("sum", torch.ones(2))
+    assert fast("sum", torch.ones(2)) is NotImplemented
+
+
+def test_it_is_garbage_collected() -> None:
+    class Owner:
+        pass
+
+    owner = Owner()
+    owner.fast = fast = fast_calls()  # type: ignore[attr-defined]
+    assert fast.keep(print, None, "sum", (torch.ones(2),), (owner,))
+    seen = weakref.ref(owner)
+    del owner, fast
+    gc.collect()
+    assert seen() is None

@@ -122,7 +122,7 @@ def remembering(count: int) -> float:
 
 
 def by_default(rounds: int) -> dict[str, float]:
-    """The same calls without a configuration, so over shared memory; and those of torch.distributed on `mcr`."""
+    """The same calls without a configuration, so over shared memory, and torch.distributed on `mcr`."""
     comm = mcr.init()
     dist.init_process_group("mcr")
     x = torch.ones(2)

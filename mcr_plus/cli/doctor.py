@@ -77,10 +77,13 @@ def _document(
 
 
 def _versions() -> dict[str, str]:
+    from mcr_plus.communicator.fast_calls import why_not  # imports torch
+
     return {
         "mcr_plus": package_version(),
         "torch": version("torch"),
         "python": platform.python_version(),
+        "repeated calls": f"in Python ({reason})" if (reason := why_not()) else "compiled",
     }
 
 

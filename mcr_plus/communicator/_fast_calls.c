@@ -4,7 +4,7 @@
  * CPU, without a gradient or a lazy negation) and the other arguments. A call that it knows runs the operation's
  * function, or, for a small synchronous operation over shared memory, the compiled kernel itself (`NativeRun`);
  * for any other call it returns NotImplemented. Tensors are read through DLPack's exchange API
- * (`__dlpack_c_exchange_api__`, DLPack 1.2), so the module needs no header of torch and fits all its versions.
+ * (`__dlpack_c_exchange_api__`, DLPack 1.3), so the module needs no header of torch and fits all its versions.
  *
  * The GIL is held throughout: kernels of a `NativeRun` return within microseconds, and no other thread can be
  * in the middle of an operation of the work queue while that queue is empty.
@@ -15,6 +15,10 @@
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
+
+#ifdef Py_GIL_DISABLED
+#error "needs the GIL; calls of free-threaded Python stay in Python"
+#endif
 
 /* --- DLPack 1.x, as specified in dlpack.h: only what is read ------------------------------------------- */
 

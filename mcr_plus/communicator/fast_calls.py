@@ -17,34 +17,41 @@ SWITCH: Final = "MCR_FAST_CALLS"
 
 
 @cache
-def _module() -> Any:
-    """Return the extension; None if it was not built, does not fit this torch, or is switched off."""
+def _opened() -> tuple[Any, str]:
+    """Return the extension, or None and the reason."""
     if os.environ.get(SWITCH, "1") == "0":
-        return None
+        return None, f"switched off by {SWITCH}=0"
     try:
         from mcr_plus.communicator import _fast_calls  # type: ignore[attr-defined]
-
+    except ImportError:
+        return None, "not built: no C compiler was found when mcr_plus was installed"
+    try:
         _fast_calls.use(torch.Tensor)
     except ImportError:
-        return None
-    return _fast_calls
+        return None, f"torch {torch.__version__} has no DLPack exchange API"
+    return _fast_calls, ""
+
+
+def why_not() -> str:
+    """Return why repeated calls are in Python alone; empty if they are compiled."""
+    return _opened()[1]
 
 
 def fast_calls() -> Any:
     """Return a new `FastCalls`, or None without the extension."""
-    module = _module()
+    module = _opened()[0]
     return module and module.FastCalls()
 
 
 def native_run(ready: Prepared) -> Any:
     """Return the `NativeRun` of a prepared operation, or None if Python must start it."""
     operation, message = ready.issue.operation, ready.message
-    if ready.issue.native is None or operation is None or _module() is None:
+    if ready.issue.native is None or operation is None or _opened()[0] is None:
         return None
     native, state = ready.issue.native(), operation.state
     # An address, as an exported buffer would keep the board from closing; no call comes here after that.
     counter = np.frombuffer(state.board.counter, np.uint64).ctypes.data
-    return _module().NativeRun(
+    return _opened()[0].NativeRun(
         native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter,
         bool(message.inputs), bool(message.outputs), native.running, operation, state,
         operation.engine.waiting, state.ring.append, operation.signature, operation.resuming(native.begun),

@@ -140,6 +140,10 @@ class DispatchStage(Stage):
                     "stream; name another backend, which is staged through the host, or `verify: off`"
                 )
             start = bound_every(channel.channel, self._options.verify)(signature)
+        every, ballots = self._compares_every(signature), runtime.state.board.ballots
+        alone = signature.async_op or backend.on_stream or signature.is_p2p or signature.kind in VECTOR
+        if every and ballots is not None and not alone:
+            start, every = _compared(start, ballots, signature.digest()), False
         return BoundOperation(
             signature,
             start,
@@ -151,9 +155,28 @@ class DispatchStage(Stage):
             spins=runtime.engine.waiting.spins_for(backend.spins),
             burst=burst_of(backend),
             timeout=self._options.timeout,
-            compare_every=self._compares_every(signature),
+            compare_every=every,
             rings=backend.rings,
         )
+
+
+def _compared(start: Start, ballots: Callable[[int], Poll], digest: int) -> Start:
+    """Start a synchronous operation once all ranks have cast the same ballot, see `SharedBoard.cast`."""
+
+    def cast(message: Message) -> Poll:
+        agreed, poll = ballots(digest), None
+
+        def run() -> bool:
+            nonlocal poll
+            if poll is None:
+                if not agreed():
+                    return False
+                poll = start(message)
+            return poll()
+
+        return run
+
+    return cast
 
 
 def _nothing(message: Message) -> Poll:  # noqa: ARG001 - a Start

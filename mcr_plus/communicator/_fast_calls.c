@@ -395,11 +395,11 @@ static PyObject *call_known(FastCalls *self, PyObject *const *args, size_t flags
     Py_RETURN_NOTIMPLEMENTED;
 }
 
-/* keep(run, native, name, tensors, arguments) */
-static PyObject *keep_call(FastCalls *self, PyObject *args)
+/* learn(run, native, name, tensors, arguments) */
+static PyObject *learn_call(FastCalls *self, PyObject *args)
 {
     PyObject *run, *native, *name, *tensors, *arguments;
-    if (!PyArg_ParseTuple(args, "OOUO!O!:keep", &run, &native, &name, &PyTuple_Type, &tensors, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "OOUO!O!:learn", &run, &native, &name, &PyTuple_Type, &tensors, &PyTuple_Type,
                           &arguments))
         return NULL;
     if (PyTuple_GET_SIZE(tensors) > MOST_TENSORS || PyTuple_GET_SIZE(arguments) > MOST_ARGUMENTS)
@@ -466,8 +466,8 @@ static PyObject *calls_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObje
 }
 
 static PyMethodDef calls_methods[] = {
-    {"keep", (PyCFunction)keep_call, METH_VARARGS,
-     "keep(run, native, name, tensors, arguments) -> bool\n--\n\nKeep an operation for calls like this one; "
+    {"learn", (PyCFunction)learn_call, METH_VARARGS,
+     "learn(run, native, name, tensors, arguments) -> bool\n--\n\nKeep an operation for calls like this one; "
      "`native` is a NativeRun or None. False: calls of these tensors or arguments cannot be kept."},
     {"clear", (PyCFunction)clear_calls, METH_NOARGS, "Forget all calls."},
     {NULL},

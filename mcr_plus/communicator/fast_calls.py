@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from mcr_plus.core.environment import compiles_calls
+
 if TYPE_CHECKING:
     from mcr_plus.communicator.prepared import Prepared
-
-SWITCH: Final = "MCR_FAST_CALLS"
-"""Environment variable: 0 for calls in Python alone."""
 
 
 @cache
 def _opened() -> tuple[Any, str]:
     """Return the extension, or None and the reason."""
-    if os.environ.get(SWITCH, "1") == "0":
-        return None, f"switched off by {SWITCH}=0"
+    if not compiles_calls():
+        return None, "switched off by MCR_FAST_CALLS=0"
     try:
         from mcr_plus.communicator import _fast_calls  # type: ignore[attr-defined]
     except ImportError:

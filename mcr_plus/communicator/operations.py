@@ -366,7 +366,7 @@ class Operations(ABC):
                 self._plans[key] = run
                 if self._fast is not None:
                     native = None if async_op else native_run(ready)
-                    self._fast.keep(run, native, name, tensors, rest)
+                    self._fast.learn(run, native, name, tensors, rest)
         return ready.start() if async_op else ready.run()
 
     def _issue(

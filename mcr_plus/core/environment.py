@@ -11,6 +11,7 @@
     msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
     error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
     whole_tracebacks()      whether MCR_TRACEBACK asks for whole tracebacks
+    compiles_calls()        whether repeated calls may be compiled (MCR_FAST_CALLS)
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
     meeting_interface()     the interface of MCR_SOCKET_IFNAME, for the job's store and heartbeats
     min_ranks()             fewest ranks with which `mcr-plus run` continues a job (MCR_MIN_RANKS)
@@ -280,6 +281,17 @@ def whole_tracebacks() -> bool:
     value = os.environ.get("MCR_TRACEBACK") or "0"
     if value not in ("0", "1"):
         raise LaunchError(f"MCR_TRACEBACK={value!r}: expected 1 for the tracebacks of all ranks, or 0")
+    return value == "1"
+
+
+def compiles_calls() -> bool:
+    """Return False if MCR_FAST_CALLS=0 leaves repeated calls in Python.
+
+    Raises `LaunchError` for other values than 0 and 1.
+    """
+    value = os.environ.get("MCR_FAST_CALLS") or "1"
+    if value not in ("0", "1"):
+        raise LaunchError(f"MCR_FAST_CALLS={value!r}: expected 0 for calls in Python alone, or 1")
     return value == "1"
 
 

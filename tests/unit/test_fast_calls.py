@@ -24,7 +24,7 @@ class Other(torch.Tensor):
 def known(*tensors: torch.Tensor, rest: tuple[Any, ...] = ("SUM", False, None)) -> Any:
     """Return a `FastCalls` that knows one call; its function returns its tensors' addresses."""
     fast = fast_calls()
-    assert fast.keep(lambda *given: [each.data_ptr() for each in given], None, "sum", tensors, rest)
+    assert fast.learn(lambda *given: [each.data_ptr() for each in given], None, "sum", tensors, rest)
     return fast
 
 
@@ -78,7 +78,7 @@ def test_a_tensor_of_another_kind_is_left_to_python(tensor: Any) -> None:
 )
 def test_such_a_tensor_is_not_kept(tensor: torch.Tensor) -> None:
     fast = fast_calls()
-    assert not fast.keep(print, None, "sum", (tensor,), ())
+    assert not fast.learn(print, None, "sum", (tensor,), ())
     assert fast("sum", tensor) is NotImplemented
 
 
@@ -119,7 +119,7 @@ def test_arguments_are_equal_if_they_have_one_type_and_value(
 
 def test_names_are_apart() -> None:
     fast = known(torch.ones(2), rest=())
-    assert fast.keep(lambda _: "product", None, "product", (torch.ones(2),), ())
+    assert fast.learn(lambda _: "product", None, "product", (torch.ones(2),), ())
     assert fast("product", torch.ones(2)) == "product"
     assert isinstance(fast("sum", torch.ones(2)), list)
     assert fast("mean", torch.ones(2)) is NotImplemented
@@ -132,7 +132,7 @@ def test_calls_used_long_ago_are_forgotten() -> None:
         return lambda _: size
 
     for size in range(1, 41):
-        assert fast.keep(of(size), None, "sum", (torch.ones(size),), ())
+        assert fast.learn(of(size), None, "sum", (torch.ones(size),), ())
         assert fast("sum", torch.ones(1)) == 1
     found = [fast("sum", torch.ones(size)) for size in range(1, 41)]
     assert found == [1, *[NotImplemented] * 8, *range(10, 41)]
@@ -148,7 +148,7 @@ def test_a_function_may_raise_and_may_clear_the_calls() -> None:
         gc.collect()
         raise ValueError(tuple(tensor.shape))
 
-    assert fast.keep(run, None, "sum", (torch.ones(2),), ())
+    assert fast.learn(run, None, "sum", (torch.ones(2),), ())
     with pytest.raises(ValueError, match=r"\(2,\)"):
         fast("sum", torch.ones(2))
     assert fast("sum", torch.ones(2)) is NotImplemented
@@ -160,7 +160,7 @@ def test_it_is_garbage_collected() -> None:
 
     owner = Owner()
     owner.fast = fast = fast_calls()  # type: ignore[attr-defined]
-    assert fast.keep(print, None, "sum", (torch.ones(2),), (owner,))
+    assert fast.learn(print, None, "sum", (torch.ones(2),), (owner,))
     seen = weakref.ref(owner)
     del owner, fast
     gc.collect()

@@ -14,7 +14,6 @@ from jobs.operations import conformance
 from jobs.operations.behaviour import LIVES, SECTIONS
 from ranks import RankResult, RanksFailed, run_ranks
 
-from mcr_plus.communicator.fast_calls import SWITCH
 from mcr_plus.core.kinds import ARITHMETIC, REDUCE_OPS, REDUCIBLE
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
@@ -70,7 +69,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
                 ranks,
                 args=[backends, tables, folder],
                 via=via,  # type: ignore[arg-type]
-                env={"GLOO_SOCKET_IFNAME": "lo"} | dict.fromkeys([SWITCH] * (via == "torch"), "0"),
+                env={"GLOO_SOCKET_IFNAME": "lo"} | dict.fromkeys(["MCR_FAST_CALLS"] * (via == "torch"), "0"),
                 timeout=480,  # three ranks on two busy cores
                 teardown=True,
             )

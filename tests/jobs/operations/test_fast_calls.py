@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.communicator.fast_calls import SWITCH, fast_calls
+from mcr_plus.communicator.fast_calls import fast_calls
 
 SIZES = (1, 2, 3, 255, 1000, 16_384, 16_385, 40_001)
 ROUNDS = 6
@@ -115,7 +115,7 @@ def everything() -> dict[str, Any]:
 def test_both_ways_agree(compiled: bool) -> None:
     if compiled and fast_calls() is None:
         pytest.skip("the extension is not built, or torch has no exchange API")
-    for result in run_ranks(everything, 2, via="torch", env={SWITCH: str(int(compiled))}):
+    for result in run_ranks(everything, 2, via="torch", env={"MCR_FAST_CALLS": str(int(compiled))}):
         found = result.value
         assert found["compiled"] == compiled
         assert found["failures"] == []

@@ -40,7 +40,7 @@ help:
 
 venv: $(stamp)
 
-$(runs): pyproject.toml constraints.txt
+$(runs): pyproject.toml constraints.txt mcr_plus/communicator/_fast_calls.c
 	@echo "1/3 making $(venv)"
 	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
 	@rm -f $(venv)/.runs-* $(venv)/.installed-*

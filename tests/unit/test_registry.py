@@ -109,7 +109,7 @@ def test_entry_point_of_an_installed_package(tmp_path: Path, monkeypatch: pytest
 def test_a_sink_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_sinks = pytest.importorskip("mcr_plus.observe.sinks").open_sinks
     install(tmp_path, monkeypatch, "[mcr_plus.sinks]\nmine = fake_package:SINK\nbad = fake_package:even\n")
-    options = loads("version: 1\nobserve: {mine: 4}").observe
+    options: Any = loads("version: 1\nobserve: {mine: 4}").observe
     assert isinstance(options, registry.observe_options())
     assert options.sinks == {"mine": 4}
     assert [sink.name for sink in open_sinks(options.sinks, rank=3, local=1)] == ["observe.printed: 4 3 1"]

@@ -40,7 +40,7 @@ typedef struct {
     void *current_work_stream;
 } DLPackExchangeAPI;
 
-enum { CPU = 1, MOST_DIMS = 6, MOST_TENSORS = 2, MOST_ARGUMENTS = 8, MOST_CALLS = 32 };
+enum { CPU = 1, MOST_DIMS = 6, MOST_TENSORS = 2, MOST_ARGUMENTS = 8, MOST_CALLS = 1024, BUCKETS = 256 };
 
 static PyTypeObject *tensor_type;
 static const DLPackExchangeAPI *api;
@@ -56,7 +56,7 @@ typedef struct {
     char *data;
 } Facts;
 
-/* Read a tensor; return 0 if it is one for the slow path. */
+/* Read a tensor; return 0 if it is one for the slow path. Runs Python code in a TorchFunctionMode. */
 static int read_tensor(PyObject *object, Facts *facts)
 {
     if (Py_TYPE(object) != tensor_type)
@@ -87,7 +87,7 @@ static int read_tensor(PyObject *object, Facts *facts)
     facts->ndim = tensor.ndim;
     facts->nbytes = stride * ((tensor.dtype.bits * tensor.dtype.lanes + 7) / 8);
     facts->data = (char *)tensor.data + tensor.byte_offset;
-    return stride > 0;
+    return stride > 0 && tensor.data != NULL;
 }
 
 static int same_facts(const Facts *one, const Facts *other)
@@ -112,7 +112,7 @@ typedef struct {
     PyObject *running; /* the work queue: a deque */
     PyObject *operation, *group, *waiting, *remember, *signature;
     PyObject *resume; /* (source, target, tensors): wait for an operation that has begun */
-    PyObject *begun;  /* (source, target, keep): put an operation that has begun into the queue */
+    PyObject *retain; /* (source, target, tensors): keep an operation that has begun in flight */
     PyObject *keep;   /* owner of `words` */
     PyObject *fixed;  /* of a persistent operation: its tensors, output first; or NULL */
     PyObject *otherwise; /* () */
@@ -176,7 +176,7 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
         if (done == NULL && Py_SIZE(self->running) == 0) { /* interrupted; peers depend on the operation */
             PyObject *kind, *value, *trace;
             PyErr_Fetch(&kind, &value, &trace);
-            PyObject *poll = PyObject_CallFunction(self->begun, "LLO", (long long)source, (long long)target, held);
+            PyObject *poll = PyObject_CallFunction(self->retain, "LLO", (long long)source, (long long)target, held);
             Py_XDECREF(poll);
             PyErr_Restore(kind, value, trace);
         }
@@ -196,19 +196,19 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
 static int native_init(NativeRun *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"begin", "advance", "polls", "words", "counter", "reads", "writes", "running", "operation", "group",
-                            "waiting", "remember", "signature", "resume", "begun", "keep", NULL};
+                            "waiting", "remember", "signature", "resume", "retain", "keep", NULL};
     unsigned long long begin, advance, words, counter;
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "KKiKKppOOOOOOOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &self->reads,
             &self->writes, &self->running, &self->operation, &self->group, &self->waiting, &self->remember,
-            &self->signature, &self->resume, &self->begun, &self->keep))
+            &self->signature, &self->resume, &self->retain, &self->keep))
         return -1;
     self->begin = (Begin)(uintptr_t)begin;
     self->advance = (Advance)(uintptr_t)advance;
     self->words = (int64_t *)(uintptr_t)words;
     self->counter = (uint64_t *)(uintptr_t)counter;
     PyObject *held[] = {self->running, self->operation, self->group, self->waiting, self->remember,
-                        self->signature, self->resume, self->begun, self->keep};
+                        self->signature, self->resume, self->retain, self->keep};
     for (size_t index = 0; index < sizeof(held) / sizeof(*held); index++)
         Py_INCREF(held[index]);
     return 0;
@@ -265,7 +265,7 @@ static int native_traverse(NativeRun *self, visitproc visit, void *arg)
     Py_VISIT(self->remember);
     Py_VISIT(self->signature);
     Py_VISIT(self->resume);
-    Py_VISIT(self->begun);
+    Py_VISIT(self->retain);
     Py_VISIT(self->keep);
     Py_VISIT(self->fixed);
     Py_VISIT(self->otherwise);
@@ -281,7 +281,7 @@ static int native_clear(NativeRun *self)
     Py_CLEAR(self->remember);
     Py_CLEAR(self->signature);
     Py_CLEAR(self->resume);
-    Py_CLEAR(self->begun);
+    Py_CLEAR(self->retain);
     Py_CLEAR(self->keep);
     Py_CLEAR(self->fixed);
     Py_CLEAR(self->otherwise);
@@ -298,7 +298,7 @@ static void native_dealloc(NativeRun *self)
 static PyTypeObject native_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mcr_plus.communicator._fast_calls.NativeRun",
     .tp_doc = "NativeRun(begin, advance, polls, words, counter, reads, writes, running, operation, group, waiting, remember, "
-              "signature, resume, begun, keep)\n--\n\nA small synchronous operation over shared memory.",
+              "signature, resume, retain, keep)\n--\n\nA small synchronous operation over shared memory.",
     .tp_basicsize = sizeof(NativeRun),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
@@ -312,7 +312,8 @@ static PyTypeObject native_type = {
 
 /* --- calls ---------------------------------------------------------------------------------------------- */
 
-typedef struct {
+typedef struct KnownCall {
+    struct KnownCall *next;
     PyObject *name;
     int tensors, arguments;
     Facts facts[MOST_TENSORS];
@@ -325,8 +326,16 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     int count;
-    KnownCall *calls[MOST_CALLS]; /* the last used first */
+    KnownCall *buckets[BUCKETS]; /* by `bucket_of` */
 } FastCalls;
+
+static unsigned bucket_of(PyObject *name, const Facts *facts, int tensors)
+{
+    uint64_t hash = (uint64_t)(uintptr_t)name >> 4;
+    for (int index = 0; index < tensors; index++)
+        hash = (hash + (uint64_t)facts[index].nbytes + (uint64_t)facts[index].ndim) * 0x9E3779B97F4A7C15u;
+    return (unsigned)(hash >> 32) % BUCKETS;
+}
 
 static void free_call(KnownCall *call)
 {
@@ -347,52 +356,48 @@ static int equal_arguments(PyObject *one, PyObject *other)
     return PyObject_RichCompareBool(one, other, Py_EQ) == 1; /* of exact types, so it cannot raise */
 }
 
+static int is_call(const KnownCall *call, PyObject *const *args, Py_ssize_t given, const Facts *facts, int tensors)
+{
+    if (call->name != args[0] || call->tensors != tensors || call->tensors + call->arguments + 1 != given)
+        return 0;
+    for (int index = 0; index < tensors; index++)
+        if (!same_facts(&call->facts[index], &facts[index]))
+            return 0;
+    for (int index = 0; index < call->arguments; index++)
+        if (!equal_arguments(call->rest[index], args[1 + tensors + index]))
+            return 0;
+    return 1;
+}
+
 /* (name, *tensors, *arguments) -> the result of the known call, or NotImplemented */
 static PyObject *call_known(FastCalls *self, PyObject *const *args, size_t flags, PyObject *Py_UNUSED(kwnames))
 {
     Py_ssize_t given = PyVectorcall_NARGS(flags);
     Facts facts[MOST_TENSORS];
-    int read = 0;
-    for (int at = 0; at < self->count; at++) {
-        KnownCall *call = self->calls[at];
-        if (call->name != args[0] || call->tensors + call->arguments + 1 != given)
-            continue;
-        int same = 1;
-        for (int index = 0; same && index < call->arguments; index++)
-            same = equal_arguments(call->rest[index], args[1 + call->tensors + index]);
-        if (!same)
-            continue;
-        for (; read < call->tensors; read++)
-            if (!read_tensor(args[1 + read], &facts[read]))
-                Py_RETURN_NOTIMPLEMENTED;
-        for (int index = 0; same && index < call->tensors; index++)
-            same = same_facts(&call->facts[index], &facts[index]);
-        if (!same)
-            continue;
-        if (at) {
-            memmove(&self->calls[1], &self->calls[0], at * sizeof(call));
-            self->calls[0] = call;
-        }
-        PyObject *run = Py_NewRef(call->run);
-        NativeRun *native = call->native;
-        int count = call->tensors;
-        PyObject *result = NULL;
-        int apart = count < 2 || facts[0].data >= facts[1].data + facts[1].nbytes
-            || facts[1].data >= facts[0].data + facts[0].nbytes;
-        int state = 0;
-        if (native != NULL && apart) { /* the operation's functions may clear this object */
-            Py_INCREF((PyObject *)native);
-            state = native_run(native, args + 1, facts, count);
-            Py_DECREF((PyObject *)native);
-        }
-        if (state > 0)
-            result = Py_NewRef(Py_None);
-        else if (state == 0)
-            result = PyObject_Vectorcall(run, args + 1, count, NULL);
-        Py_DECREF(run);
-        return result;
+    int tensors = 0;
+    for (; tensors < MOST_TENSORS && 1 + tensors < given && Py_TYPE(args[1 + tensors]) == tensor_type; tensors++)
+        if (!read_tensor(args[1 + tensors], &facts[tensors]))
+            Py_RETURN_NOTIMPLEMENTED;
+    if (given < 1)
+        Py_RETURN_NOTIMPLEMENTED;
+    KnownCall *call = self->buckets[bucket_of(args[0], facts, tensors)]; /* from here to `run`, no Python code runs */
+    while (call != NULL && !is_call(call, args, given, facts, tensors))
+        call = call->next;
+    if (call == NULL)
+        Py_RETURN_NOTIMPLEMENTED;
+    PyObject *run = Py_NewRef(call->run); /* the functions may clear this object */
+    NativeRun *native = call->native;
+    int state = 0;
+    int apart = tensors < 2 || facts[0].data >= facts[1].data + facts[1].nbytes
+        || facts[1].data >= facts[0].data + facts[0].nbytes;
+    if (native != NULL && apart) {
+        Py_INCREF((PyObject *)native);
+        state = native_run(native, args + 1, facts, tensors);
+        Py_DECREF((PyObject *)native);
     }
-    Py_RETURN_NOTIMPLEMENTED;
+    PyObject *result = state > 0 ? Py_NewRef(Py_None) : state ? NULL : PyObject_Vectorcall(run, args + 1, tensors, NULL);
+    Py_DECREF(run);
+    return result;
 }
 
 /* learn(run, native, name, tensors, arguments) */
@@ -402,7 +407,8 @@ static PyObject *learn_call(FastCalls *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "OOUO!O!:learn", &run, &native, &name, &PyTuple_Type, &tensors, &PyTuple_Type,
                           &arguments))
         return NULL;
-    if (PyTuple_GET_SIZE(tensors) > MOST_TENSORS || PyTuple_GET_SIZE(arguments) > MOST_ARGUMENTS)
+    if (self->count >= MOST_CALLS || PyTuple_GET_SIZE(tensors) > MOST_TENSORS
+        || PyTuple_GET_SIZE(arguments) > MOST_ARGUMENTS)
         Py_RETURN_FALSE;
     KnownCall *call = PyMem_Calloc(1, sizeof(KnownCall));
     if (call == NULL)
@@ -418,18 +424,22 @@ static PyObject *learn_call(FastCalls *self, PyObject *args)
     PyUnicode_InternInPlace(&call->name);
     call->run = Py_NewRef(run);
     call->native = native == Py_None ? NULL : (NativeRun *)Py_NewRef(native);
-    if (self->count == MOST_CALLS)
-        free_call(self->calls[--self->count]);
-    memmove(&self->calls[1], &self->calls[0], self->count * sizeof(call));
-    self->calls[0] = call;
+    KnownCall **bucket = &self->buckets[bucket_of(call->name, call->facts, call->tensors)];
+    call->next = *bucket;
+    *bucket = call;
     self->count++;
     Py_RETURN_TRUE;
 }
 
 static int calls_clear(FastCalls *self)
 {
-    while (self->count)
-        free_call(self->calls[--self->count]);
+    self->count = 0;
+    for (int bucket = 0; bucket < BUCKETS; bucket++)
+        while (self->buckets[bucket] != NULL) {
+            KnownCall *call = self->buckets[bucket];
+            self->buckets[bucket] = call->next;
+            free_call(call);
+        }
     return 0;
 }
 
@@ -441,12 +451,13 @@ static PyObject *clear_calls(FastCalls *self, PyObject *Py_UNUSED(ignored))
 
 static int calls_traverse(FastCalls *self, visitproc visit, void *arg)
 {
-    for (int at = 0; at < self->count; at++) {
-        for (int index = 0; index < self->calls[at]->arguments; index++)
-            Py_VISIT(self->calls[at]->rest[index]);
-        Py_VISIT(self->calls[at]->run);
-        Py_VISIT((PyObject *)self->calls[at]->native);
-    }
+    for (int bucket = 0; bucket < BUCKETS; bucket++)
+        for (KnownCall *call = self->buckets[bucket]; call != NULL; call = call->next) {
+            for (int index = 0; index < call->arguments; index++)
+                Py_VISIT(call->rest[index]);
+            Py_VISIT(call->run);
+            Py_VISIT((PyObject *)call->native);
+        }
     return 0;
 }
 

@@ -57,6 +57,6 @@ def native_run(ready: Prepared) -> Any:
     return _opened()[0].NativeRun(
         native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter,
         bool(message.inputs), bool(message.outputs), native.running, operation, state,
-        operation.engine.waiting, state.ring.append, operation.signature, operation.resuming(native.begun),
-        native.begun, native.words,
+        operation.engine.waiting, state.ring.append, operation.signature, *operation.resuming(native.begun),
+        native.words,
     )  # fmt: skip

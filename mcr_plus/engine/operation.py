@@ -342,8 +342,13 @@ class BoundOperation:
 
         return run
 
-    def resuming(self, begun: Callable[[int, int, object], Poll]) -> Callable[..., None]:
-        """Bind the rest of a synchronous call whose operation compiled code has begun, see `NativeStart`."""
+    def resuming(
+        self, begun: Callable[[int, int, object], Poll]
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Bind the rest of a synchronous call whose operation compiled code has begun, see `NativeStart`.
+
+        Returns functions that wait for the operation, and that keep it in flight after an interrupt.
+        """
         first, waiting, signature = self.first, self.engine.waiting, self.signature
 
         def resume(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -358,7 +363,12 @@ class BoundOperation:
             else:
                 self._wait_run(message, poll)
 
-        return resume
+        def retain(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
+            message = Message(signature, tensors[-1:], tensors[:1])
+            poll = begun(source, target, tensors)
+            self._keep(IssuedWork(self, message, poll, self.state.sequence))
+
+        return resume, retain
 
     def _poll_longer(self, poll: Poll) -> bool:
         """Continue polling, with naps if waits are not calm; return whether the operation is done."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mcr_plus.communicator.fast_calls import fast_calls
 
@@ -128,19 +129,36 @@ def test_names_are_apart() -> None:
     assert fast("mean", torch.ones(2)) is NotImplemented
 
 
-def test_calls_used_long_ago_are_forgotten() -> None:
+def test_many_calls_are_known_and_no_more() -> None:
     fast = fast_calls()
 
     def of(size: int) -> Callable[[object], int]:
         return lambda _: size
 
-    for size in range(1, 41):
-        assert fast.learn(of(size), None, "sum", (torch.ones(size),), ())
-        assert fast("sum", torch.ones(1)) == 1
-    found = [fast("sum", torch.ones(size)) for size in range(1, 41)]
-    assert found == [1, *[NotImplemented] * 8, *range(10, 41)]
+    kept = [fast.learn(of(size), None, "sum", (torch.ones(size),), ()) for size in range(1, 1101)]
+    assert kept == [True] * 1024 + [False] * 76
+    found = [fast("sum", torch.ones(size)) for size in range(1, 1101)]
+    assert found == [*range(1, 1025), *[NotImplemented] * 76]
     fast.clear()
     assert fast("sum", torch.ones(1)) is NotImplemented
+    assert fast.learn(of(7), None, "sum", (torch.ones(1),), ())
+    assert fast("sum", torch.ones(1)) == 7
+
+
+def test_reading_a_tensor_may_run_code_that_clears_the_calls() -> None:
+    fast = known(torch.ones(2), rest=())
+
+    class Clearing(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            fast.clear()
+            gc.collect()
+            assert fast.learn(print, None, "product", (), ())
+            return function(*args, **(kwargs or {}))
+
+    with Clearing():
+        assert fast("sum", torch.ones(2)) is NotImplemented
+    assert fast.learn(lambda _: 1, None, "sum", (torch.ones(2),), ())
+    assert fast("sum", torch.ones(2)) == 1
 
 
 def test_a_function_may_raise_and_may_clear_the_calls() -> None:

@@ -129,8 +129,8 @@ static int attribute_is(PyObject *owner, PyObject *name, PyObject *value)
     return found == value;
 }
 
-/* Return 1 if the operation is complete, 0 if Python must run it, -1 after an error. */
-static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *facts, int count)
+/* Return whether the operation may run now: by this thread, in an open group, behind no other; -1 after an error. */
+static int is_ready(NativeRun *self)
 {
     if (Py_SIZE(self->running) != 0)
         return 0;
@@ -143,18 +143,29 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
         PyErr_Clear();
         return 0;
     }
-    int immediate = attribute_is(self->operation, name_deferred, Py_False);
-    if (immediate <= 0)
-        return immediate;
+    return attribute_is(self->operation, name_deferred, Py_False);
+}
+
+/* Return 1 if the operation is complete, 0 if Python must run it, -1 after an error. */
+static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *facts, int count)
+{
+    PyObject *note = PyTuple_New(3); /* first: it may collect garbage, whose finalizers may do anything */
+    if (note == NULL)
+        return -1;
+    int ready = is_ready(self);
+    if (ready <= 0) {
+        Py_DECREF(note);
+        return ready;
+    }
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     uint64_t number = *self->counter + 1;
-    PyObject *note = Py_BuildValue("(KOL)", (unsigned long long)number, self->signature,
-                                   (long long)now.tv_sec * 1000000000LL + now.tv_nsec);
-    if (note == NULL)
-        return -1;
+    PyTuple_SET_ITEM(note, 0, PyLong_FromUnsignedLongLong(number));
+    PyTuple_SET_ITEM(note, 1, Py_NewRef(self->signature));
+    PyTuple_SET_ITEM(note, 2, PyLong_FromLongLong((long long)now.tv_sec * 1000000000LL + now.tv_nsec));
     PyObject *done = NULL;
-    if (PyObject_SetAttr(self->group, name_sequence, PyTuple_GET_ITEM(note, 0)) == 0)
+    if (PyTuple_GET_ITEM(note, 0) != NULL && PyTuple_GET_ITEM(note, 2) != NULL
+        && PyObject_SetAttr(self->group, name_sequence, PyTuple_GET_ITEM(note, 0)) == 0)
         done = PyObject_CallOneArg(self->remember, note);
     Py_DECREF(note);
     if (done == NULL)

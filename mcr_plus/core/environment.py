@@ -23,6 +23,8 @@
     default_variable(...)   a default for a library's variable that is unset
 
 A malformed or contradictory variable raises a `LaunchError` that begins with its name.
+
+Long because there is no other reader.
 """
 
 from __future__ import annotations

@@ -327,8 +327,9 @@ class Operations(ABC):
 
         `name`: the name of the method. `own`: its arguments after the tensors.
         """
-        rest = (*own, async_op, *options, *options.values())
+        rest: tuple[Any, ...] = ()
         if self._fast is not None:
+            rest = (*own, async_op, *options, *options.values())
             work = self._fast(name, *tensors, *rest)
             if work is not NotImplemented:
                 return work  # type: ignore[no-any-return]

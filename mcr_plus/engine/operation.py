@@ -46,6 +46,7 @@ class BoundOperation:
         channel: source of the library's persistent requests; None if no library is involved.
         deferred: whether the next issue is queued, to compare signatures or to pass the library's gate.
         has_failover: another library takes over if this one fails.
+        by_option: every call is compared, by `compare_every` or by ballots that `start` casts.
         compared: whether the next issue compares signatures with the peers before the operation starts.
         gate: condition of the library before an operation may be passed to it; None if there is none.
     """
@@ -64,6 +65,7 @@ class BoundOperation:
         burst: range,
         timeout: float,
         compare_every: bool = False,
+        balloted: bool = False,
         rings: bool = False,
     ) -> None:
         self.signature = signature
@@ -93,7 +95,7 @@ class BoundOperation:
         self.timeout = timeout
         self.digest = signature.digest()
         self.text = pad(signature.describe())
-        self.compare_every = compare_every
+        self.compare_every, self.by_option = compare_every and not balloted, compare_every
         self.gate = _gate_of(channel, signature, self.digest)
         self.deferred = self.compared = state.group.size > 1 and not signature.is_p2p
         engine.bound.add(self)
@@ -179,6 +181,7 @@ class BoundOperation:
             return request.test
 
         twin = copy(self)
+        twin.compare_every = self.by_option  # a request has no ballot
         twin.start = twin._weighed(start) if self.signature.nbytes is None else start
         twin.digest = digest
         twin.gate = _gate_of(self.channel, self.signature, digest)
@@ -349,13 +352,13 @@ class BoundOperation:
 
         Returns functions that wait for the operation, and that keep it in flight after an interrupt.
         """
-        first, waiting, signature = self.first, self.engine.waiting, self.signature
+        waiting, signature = self.engine.waiting, self.signature
 
         def resume(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
             message, poll = Message(signature, tensors[-1:], tensors[:1]), None
             try:
                 poll = begun(source, target, tensors)
-                is_done = any(poll() for _ in first) or self._poll_longer(poll)
+                is_done = self._poll_longer(poll)  # compiled code has made the first polls
             except BaseException as error:
                 self._fail_run(message, poll, error)
             if is_done:

@@ -142,8 +142,9 @@ class DispatchStage(Stage):
             start = bound_every(channel.channel, self._options.verify)(signature)
         every, ballots = self._compares_every(signature), runtime.state.board.ballots
         alone = signature.async_op or backend.on_stream or signature.is_p2p or signature.kind in VECTOR
-        if every and ballots is not None and not alone:
-            start, every = _compared(start, ballots, signature.digest()), False
+        balloted = every and ballots is not None and not alone
+        if balloted and ballots is not None:
+            start = _compared(start, ballots, signature.digest())
         return BoundOperation(
             signature,
             start,
@@ -156,6 +157,7 @@ class DispatchStage(Stage):
             burst=burst_of(backend),
             timeout=self._options.timeout,
             compare_every=every,
+            balloted=balloted,
             rings=backend.rings,
         )
 

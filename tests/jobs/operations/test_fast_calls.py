@@ -15,6 +15,7 @@ from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.communicator.fast_calls import fast_calls
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 SIZES = (1, 2, 3, 255, 1000, 16_384, 16_385, 40_001)
 ROUNDS = 6
@@ -148,7 +149,7 @@ def interrupted() -> list[float]:
             with pytest.raises(Interrupted):
                 mcr.all_reduce(x)
         else:
-            time.sleep(1)
+            time.sleep(2)  # rank 0 may be late
             mcr.all_reduce(x)
         y = torch.full((4,), float(comm.rank))
         mcr.all_reduce(y)
@@ -178,3 +179,21 @@ def killed() -> str:
 def test_a_killed_peer_ends_a_known_call() -> None:
     first = run_ranks(killed, 2, via="torch", check=False)[0]
     assert "rank 1" in first.value
+
+
+def compared_persistent() -> list[bool]:
+    """Return whether each call of a persistent request of MPI is compared under `check: every`."""
+    stages = [{"select": {}}, {"dispatch": {"check": "every"}}]
+    with mcr.init({"version": 1, "backends": ["mpi"], "pipeline": stages}) as comm:
+        op = mcr.persistent("all_reduce", torch.ones(4))
+        for _ in range(3):
+            op()
+        bound = comm.opened.runtime.engine.bound
+        return [each.compared for each in bound if each.text.startswith(b"persistent")]
+
+
+@pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+def test_persistent_requests_are_compared_at_every_call() -> None:
+    for result in run_ranks(compared_persistent, 2):
+        assert result.value
+        assert all(result.value)

@@ -118,7 +118,8 @@ class Watchdog:
         """
         failed = self._blamed(work)
         operation = work.operation
-        reason = f"{described(failed)}; {error}" if failed else error
+        reason = str(error) or type(error).__name__
+        reason = f"{described(failed)}; {reason}" if failed else reason
         text = f"{operation.backend}: {operation.name(work.sequence)} failed: {reason}"
         named = peer_error(work, text, failed, BackendError)
         named.__cause__ = error

@@ -129,8 +129,8 @@ def test_both_ways_agree(compiled: bool) -> None:
         assert found["after"] == [2.0] * 3
 
 
-class Interrupted(Exception):
-    """Raised by the handler of a signal."""
+class Interrupted(BaseException):
+    """Raised by the handler of a signal, like `KeyboardInterrupt`."""
 
 
 def interrupted() -> list[float]:

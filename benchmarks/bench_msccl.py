@@ -29,11 +29,11 @@ from harness import Call, Output, Rounds
 from mpi4py import MPI
 
 from mcr_plus.backends.base import Start
-from mcr_plus.backends.shm import collectives_kernels, p2p_kernels
-from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm import collectives_state, p2p_kernels
+from mcr_plus.backends.shm.collectives import DirectCollectives, begin_and_advance
 from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import WorkQueue
-from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.backends.shm.reductions import kernels_for
 from mcr_plus.backends.shm.segment import Shape, open_segment
 from mcr_plus.core.c10d import PrefixStore, ProcessGroupGloo, TCPStore, gloo_group
 from mcr_plus.core.group import Group
@@ -59,21 +59,21 @@ def candidates(
     mine = source[:block]
     kernels = kernels_for(torch.float32, "SUM")
     if kind == "all_reduce":
-        state = collectives.bind(collectives_kernels.ALL_REDUCE, count, 4, kernels)
+        state = collectives.bind(collectives_state.ALL_REDUCE, count, 4, kernels)
         wanted = whole * (ranks * (ranks + 1) // 2)
         calls: tuple[Call, Call] = (
             _mpi(comm.Allreduce, source, target),
             lambda: gloo.allreduce([target]).wait(),
         )
     elif kind == "all_gather":
-        state = collectives.bind(collectives_kernels.ALL_GATHER, block, 4)
+        state = collectives.bind(collectives_state.ALL_GATHER, block, 4)
         wanted = torch.cat([whole[:block] * (rank + 1) for rank in range(ranks)])
         calls = (
             _mpi(comm.Allgather, mine, target),
             lambda: gloo._allgather_base(target, mine).wait(),
         )
     else:
-        state = collectives.bind(collectives_kernels.ALL_TO_ALL, block, 4)
+        state = collectives.bind(collectives_state.ALL_TO_ALL, block, 4)
         part = whole[me * block : (me + 1) * block]
         wanted = torch.cat([part * (rank + 1) for rank in range(ranks)])
         calls = (
@@ -81,7 +81,7 @@ def candidates(
             lambda: gloo.alltoall_base(target, source, [], []).wait(),
         )
     addresses = source.data_ptr(), target.data_ptr()
-    begin = queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)
+    begin = queue.bind(*begin_and_advance(), state)
 
     def ours() -> None:
         poll = begin(*addresses, None)

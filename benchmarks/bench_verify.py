@@ -45,12 +45,12 @@ import mcr_plus as mcr
 from mcr_plus.backends.base import Start
 from mcr_plus.backends.gloo.channel import GlooChannel
 from mcr_plus.backends.mpi.channel import MpiChannel
-from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm import collectives_state as plain
 from mcr_plus.backends.shm import p2p_kernels
 from mcr_plus.backends.shm.backend import SharedMemoryChannel
-from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm.collectives import DirectCollectives, begin_and_advance
 from mcr_plus.backends.shm.p2p import PointToPoint
-from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.backends.shm.reductions import kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import MESSAGES
@@ -124,7 +124,7 @@ def works(nbytes: int = 64 << 20, samples: int = 25) -> list[list[str]]:
     exchanges = [SharedRows(rows, rank, 2, words, lambda: None) for rank in range(2)]
     ranks = [DirectCollectives(segment, spins=0, yields=0) for segment in segments]
     sources, targets = ([torch.zeros(nbytes // 4) for _ in ranks] for _ in range(2))
-    plain.prepare()
+    begin_and_advance()
     checked_kernels.prepare()
 
     def seconds(module: Any, states: list[Any], outputs: list[torch.Tensor]) -> float:

@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
+
+from mcr_plus.core.environment import kernel_folders, numba_settings, package_version
 
 watchers: Final[list[Callable[[bool], None]]] = []
 """Called with True when this process begins to compile or load kernels, with False when it has ended, in any
@@ -26,6 +29,12 @@ thread."""
 
 _PACKAGE: Final = Path(__file__).parent.parent
 _LONG_S: Final = 2.0  # longer compilations are logged
+_PROCESSOR: Final = (
+    "model name",
+    "flags",
+    "CPU ",
+    "Features",
+)  # in /proc/cpuinfo; others differ between reads
 _PATIENCE_S: Final = 120.0  # limit of a wait for another compiling process, which may have been stopped
 _NAP_S: Final = 0.05
 _log = logging.getLogger("mcr_plus")
@@ -133,11 +142,8 @@ def _say(what: str) -> None:
 @cache
 def cache_folder() -> Path | None:
     """Return the folder of compiled kernels, chosen by numba's rules; None if no folder is writable."""
-    import numba
-    from numba.misc.appdirs import user_cache_dir
-
-    named: str = numba.config.CACHE_DIR  # type: ignore[attr-defined]
-    usual = (Path(__file__).parent / "__pycache__", Path(user_cache_dir("numba")))
+    named, general = kernel_folders()
+    usual = (Path(__file__).parent / "__pycache__", general / "numba")
     for folder in (Path(named),) if named else usual:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -147,16 +153,28 @@ def cache_folder() -> Path | None:
 
 
 @cache
+def compiler() -> str:
+    """Return text that changes if all kernels need compilation; numba is not imported for it."""
+    versions = (package_version(each) for each in ("numba", "llvmlite"))
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = takewhile(str.strip, file)  # of the first processor
+            processor = blake2b(
+                "".join(each for each in lines if each.startswith(_PROCESSOR)).encode()
+            ).hexdigest()
+    except OSError:
+        processor = platform.processor()
+    return " ".join((*versions, platform.python_version(), processor, *numba_settings()))
+
+
+@cache
 def _state() -> str:
     """Return text that changes if kernels may need compilation, or any source of the package changes."""
-    import numba
-    from llvmlite import binding
-
     places = os.walk(_PACKAGE, followlinks=True)  # some of its folders are links
     files = (f"{folder}/{name}" for folder, _, names in places for name in names if name.endswith(".py"))
     found = map(os.stat, files)
     sources = sum(each.st_mtime_ns + each.st_size for each in found)
-    return f"{numba.__version__} {platform.python_version()} {binding.get_host_cpu_name()} {sources}\n"
+    return f"{compiler()} {sources}\n"
 
 
 def _note_of(what: str) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
@@ -12,11 +12,13 @@ from typing import Any, Final
 
 import numba
 import torch
+from llvmlite import binding
 from numba.core import event
 from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.sigutils import normalize_signature
-from numba.core.types import unliteral
+from numba.core.types import CPointer, unliteral
 
 from mcr_plus.kernels import sources
 from mcr_plus.kernels.compiling import compiling
@@ -99,6 +101,73 @@ def c_function(signature: Any, function: Callable[..., Any]) -> Any:
     except (RuntimeError, TypeError):  # no writable folder for the cache
         return _numba.cfunc(signature)(function)
     return made
+
+
+def object_code(signature: Any, function: Callable[..., Any]) -> bytes:
+    """Compile a C function of integers and addresses to position-independent code that needs no numba.
+
+    It defines `run`, the function, and `call`, the same for CPython (METH_FASTCALL), see `images.Image`. The
+    function may not raise.
+    """
+    kernel = linked(function)
+    kernel.compile(signature)
+    (overload,) = kernel.overloads.values()
+    module = binding.parse_assembly(overload.library.get_llvm_str())
+    module.link_in(binding.parse_assembly(_wrapped(overload.fndesc.mangled_name, signature.args)))
+    for each in (*module.functions, *module.global_variables):
+        if not each.is_declaration and each.name not in ("run", "call"):
+            each.linkage = "internal"  # other images define the same names
+    target = binding.Target.from_triple(binding.get_process_triple())
+    codegen = cpu_target.target_context.codegen()
+    machine = target.create_target_machine(
+        cpu=codegen._get_host_cpu_name(), features=codegen._get_host_cpu_features(), opt=3, reloc="pic"
+    )
+    return machine.emit_object(module)  # type: ignore[no-any-return]
+
+
+def _wrapped(name: str, types: Sequence[Any]) -> str:
+    """Return LLVM assembly of `run` and `call` for a function of numba with these arguments."""
+    addresses = [isinstance(each, CPointer) for each in types]
+    words = ", ".join(f"i64 %w{index}" for index in range(len(types)))
+    declared = ", ".join("ptr" if each else "i64" for each in addresses)
+    passed = ", ".join(f"ptr %p{at}" if each else f"i64 %w{at}" for at, each in enumerate(addresses))
+    pointers = [f"%p{at} = inttoptr i64 %w{at} to ptr" for at, each in enumerate(addresses) if each]
+    taken = []
+    for at, address in enumerate(addresses):
+        taken += [f"%s{at} = getelementptr ptr, ptr %arguments, i64 {at}", f"%o{at} = load ptr, ptr %s{at}"]
+        if address:  # numpy's array begins with the address of its data
+            taken.append(f"%d{at} = getelementptr i8, ptr %o{at}, i64 {object.__basicsize__}")
+            taken.append(f"%w{at} = load i64, ptr %d{at}")
+        else:
+            taken.append(f"%w{at} = call i64 @PyLong_AsLongLong(ptr %o{at})")
+    return "\n".join(
+        (
+            f'declare i32 @"{name}"(ptr, ptr, {declared})',
+            "declare i64 @PyLong_AsLongLong(ptr)",
+            "declare ptr @PyLong_FromLongLong(i64)",
+            "declare ptr @PyEval_SaveThread()",
+            "declare void @PyEval_RestoreThread(ptr)",
+            "define void @NRT_MemInfo_call_dtor(ptr %0) {",  # arrays of addresses own no memory
+            "ret void",
+            "}",
+            f"define i64 @run({words}) {{",
+            "%result = alloca i64",
+            "%error = alloca ptr",
+            *pointers,
+            f'%status = call i32 @"{name}"(ptr %result, ptr %error, {passed})',
+            "%value = load i64, ptr %result",
+            "ret i64 %value",
+            "}",
+            "define ptr @call(ptr %self, ptr %arguments, i64 %count) {",
+            *taken,
+            "%thread = call ptr @PyEval_SaveThread()",
+            f"%value = call i64 @run({words})",
+            "call void @PyEval_RestoreThread(ptr %thread)",
+            "%made = call ptr @PyLong_FromLongLong(i64 %value)",
+            "ret ptr %made",
+            "}",
+        )
+    )
 
 
 def _adapt(cache: Any, function: Callable[..., Any]) -> None:

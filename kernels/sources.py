@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+_PACKAGE: Final = Path(__file__).parent.parent
 _IMPORTED: Final = re.compile(rb"^(?:from|import) ([\w.]+)", re.MULTILINE)
 """Imports at the top of a module. Those in functions and for types bring nothing that a kernel could use."""
 
@@ -25,6 +26,20 @@ def stamp(name: str) -> str:
     for each in sorted(modules(name)):
         digest.update(_source(each)[0])
     return digest.hexdigest()
+
+
+def files(name: str) -> dict[str, str]:
+    """Return the files of `modules(name)`, which are modules of this package, with their digests."""
+    found = {each: getattr(sys.modules[each], "__file__", None) for each in modules(name)}
+    return {
+        str(Path(file).relative_to(_PACKAGE)): _source(each)[0].hex() for each, file in found.items() if file
+    }
+
+
+@cache
+def digest(file: str) -> str:
+    """Return the present digest of one of `files`, in hex."""
+    return _digest((_PACKAGE / file).read_bytes()).hex()
 
 
 def modules(name: str) -> set[str]:
@@ -48,4 +63,8 @@ def _source(name: str) -> tuple[bytes, frozenset[str]]:
         named |= {each.__name__ for each in vars(module).values() if isinstance(each, ModuleType)}
     package = name.partition(".")[0] + "."
     imported = frozenset(each for each in named if each.startswith(package) and each in sys.modules)
-    return blake2b(text, digest_size=16).digest(), imported
+    return _digest(text), imported
+
+
+def _digest(text: bytes) -> bytes:
+    return blake2b(text, digest_size=16).digest()

@@ -81,7 +81,8 @@ def _extreme(function: Callable[..., torch.Tensor]) -> LocalReduce:
 
 
 def _compiled(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
-    from mcr_plus.backends.shm.reduce_kernels import kernels_for, reduce_rows  # imported here: needs numba
+    from mcr_plus.backends.shm.reduce_kernels import reduce_rows  # imported here: needs numba
+    from mcr_plus.backends.shm.reductions import kernels_for
 
     with compiling(f"{op} on {dtype_name(dtype)}"):
         combine = kernels_for(dtype, op).combine

@@ -104,22 +104,23 @@ def _compiled(name: str) -> dict[str, Any]:
 
 
 def _shared_memory() -> None:
-    from mcr_plus.backends.shm import collectives_kernels as direct
     from mcr_plus.backends.shm import interpreter_kernels as executor
     from mcr_plus.backends.shm import p2p_kernels as messages
-    from mcr_plus.backends.shm.collectives import addresses
+    from mcr_plus.backends.shm.collectives import addresses, begin_and_advance
     from mcr_plus.kernels.compiling import preparing
 
-    for what, module in (("msccl", direct), ("msccl's algorithms", executor), ("msccl's messages", messages)):
+    for what, module in (("msccl's algorithms", executor), ("msccl's messages", messages)):
         with preparing(what):
             module.prepare()
+    begin_and_advance()
     addresses()
 
 
 def _reductions() -> None:
     import torch
 
-    from mcr_plus.backends.shm.reduce_kernels import kernels_for, prepare
+    from mcr_plus.backends.shm.reduce_kernels import prepare
+    from mcr_plus.backends.shm.reductions import kernels_for
     from mcr_plus.kernels.compiling import preparing
 
     with preparing("reductions"):

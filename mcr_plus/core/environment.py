@@ -17,6 +17,8 @@
     min_ranks()             fewest ranks with which `mcr-plus run` continues a job (MCR_MIN_RANKS)
     restarts()              number of restarts of this rank by `mcr-plus run` (MCR_RESTARTS)
     mpi4pys_library()       the MPI library that MPI4PY_LIBMPI names for mpi4py
+    kernel_folders()        folders of compiled kernels (NUMBA_CACHE_DIR, XDG_CACHE_HOME)
+    numba_settings()        numba's variables
     library_path()          the loader's first search folders (LD_LIBRARY_PATH)
     slurm_job()             the number of Slurm's job (SLURM_JOB_ID)
     slurm_step()            the numbers of job and step (SLURM_STEP_ID)
@@ -498,11 +500,26 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
 
 
 @cache
-def package_version() -> str:
-    """Return the version of mcr_plus; `unknown` if it runs from its sources without installation."""
+def package_version(name: str = "mcr_plus") -> str:
+    """Return the version of a package; `unknown` if it runs from its sources without installation."""
     from importlib.metadata import PackageNotFoundError, version  # takes as long as the rest of this module
 
     try:
-        return version("mcr_plus")
+        return version(name)
     except PackageNotFoundError:
         return "unknown"
+
+
+def kernel_folders() -> tuple[str, Path]:
+    """Return the folder that NUMBA_CACHE_DIR names, or '', and the user's folder for caches."""
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return os.environ.get("NUMBA_CACHE_DIR", ""), Path(user).expanduser()
+
+
+def numba_settings() -> list[str]:
+    """Return the variables that may change what numba compiles."""
+    return sorted(
+        f"{name}={text}"
+        for name, text in os.environ.items()
+        if name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR"
+    )

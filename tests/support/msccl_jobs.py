@@ -17,11 +17,11 @@ import torch
 from leftovers import lasting
 from ranks import own_rank
 
-from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, segment
-from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm import collectives_state, interpreter_kernels, segment
+from mcr_plus.backends.shm.collectives import DirectCollectives, begin_and_advance
 from mcr_plus.backends.shm.interpreter import Interpreter
 from mcr_plus.backends.shm.queue import WorkQueue
-from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
+from mcr_plus.backends.shm.reductions import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
 from mcr_plus.core.c10d import FileStore, Store, TCPStore
 from mcr_plus.core.group import Group
@@ -87,11 +87,7 @@ class Rank:
         kernels: ReduceKernels | None = None,
     ) -> None:
         state = self.direct.bind(kind, count, source.element_size(), kernels or ReduceKernels(), root)
-        wait(
-            self.queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)(
-                source.data_ptr(), target.data_ptr(), None
-            )
-        )
+        wait(self.queue.bind(*begin_and_advance(), state)(source.data_ptr(), target.data_ptr(), None))
 
     def run(
         self,
@@ -141,14 +137,14 @@ class Rank:
 
 
 KINDS: Final = {
-    "all_reduce": collectives_kernels.ALL_REDUCE,
-    "all_gather": collectives_kernels.ALL_GATHER,
-    "all_to_all": collectives_kernels.ALL_TO_ALL,
-    "reduce_scatter": collectives_kernels.REDUCE_SCATTER,
-    "broadcast": collectives_kernels.BROADCAST,
-    "reduce": collectives_kernels.REDUCE,
-    "gather": collectives_kernels.GATHER,
-    "scatter": collectives_kernels.SCATTER,
+    "all_reduce": collectives_state.ALL_REDUCE,
+    "all_gather": collectives_state.ALL_GATHER,
+    "all_to_all": collectives_state.ALL_TO_ALL,
+    "reduce_scatter": collectives_state.REDUCE_SCATTER,
+    "broadcast": collectives_state.BROADCAST,
+    "reduce": collectives_state.REDUCE,
+    "gather": collectives_state.GATHER,
+    "scatter": collectives_state.SCATTER,
 }
 REDUCES: Final = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -301,7 +297,7 @@ def same_bits(rank: Rank) -> Iterator[str]:
             source = drawn(seed, rank.me, count, torch.float32)
             result, everywhere = torch.empty_like(source), torch.empty(rank.ranks * count)
             rank.do(way, "all_reduce", source, result, count, kernels=kernels_for(torch.float32, "SUM"))
-            rank.run_direct(collectives_kernels.ALL_GATHER, result, everywhere, count)
+            rank.run_direct(collectives_state.ALL_GATHER, result, everywhere, count)
             bits = everywhere.view(torch.int32).view(rank.ranks, count)
             if not bool((bits == bits[0]).all()):
                 yield f"{way}: ranks hold different bits of {count} elements"
@@ -315,10 +311,8 @@ def in_flight(rank: Rank) -> Iterator[str]:
     for index, buffer in enumerate(buffers):
         at = buffer.data_ptr()
         if index % 2:
-            state = rank.direct.bind(collectives_kernels.ALL_REDUCE, count, 8, kernels)
-            polls.append(
-                rank.queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)(at, at, None)
-            )
+            state = rank.direct.bind(collectives_state.ALL_REDUCE, count, 8, kernels)
+            polls.append(rank.queue.bind(*begin_and_advance(), state)(at, at, None))
         else:
             state = rank.interpreters["ring", 0].bind(count, 8, kernels, in_place=True)
             polls.append(
@@ -336,7 +330,7 @@ def exam() -> list[str]:
     """Run all of the above on one segment, so that each finds the counters of the previous ones."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
-    collectives_kernels.prepare()
+    begin_and_advance()
     interpreter_kernels.prepare()
     rank = Rank(open_segment(connect(), group, small(ranks), 60))
     parts = (every_operation, every_dtype, many_in_a_row, same_bits, in_flight)
@@ -369,17 +363,17 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
     memory = open_segment(store, group, small(ranks), 0.5)
     queue, value = WorkQueue(), torch.ones(2000)
     kernels, at = kernels_for(torch.float32, "MAX"), value.data_ptr()
-    whole = DirectCollectives(memory).bind(collectives_kernels.ALL_REDUCE, 2000, 4, kernels)
+    whole = DirectCollectives(memory).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
-        wait(queue.bind(collectives_kernels.begin, collectives_kernels.advance, whole)(at, at, None), 0.2)
+        wait(queue.bind(*begin_and_advance(), whole)(at, at, None), 0.2)
         wait(queue.bind(interpreter_kernels.begin, interpreter_kernels.advance, ring)(at, at, None), 0.2)
 
 
 def killed(times: int, ranks: int = 3) -> list[str]:
     """Kill one of some processes at a random moment, again and again."""
     # Compile before the first fork, not in every child.
-    collectives_kernels.prepare()
+    begin_and_advance()
     interpreter_kernels.prepare()
     kernels_for(torch.float32, "MAX")
     chance, problems = random.Random(11), []

@@ -190,10 +190,12 @@ def _die_with_parent() -> None:
 
 def _compile() -> None:
     """Compile the machine code with which every job over shared memory, or with buckets, begins."""
-    from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
+    from mcr_plus.backends.shm import interpreter_kernels, p2p_kernels
+    from mcr_plus.backends.shm.collectives import begin_and_advance
     from mcr_plus.kernels import pack
 
-    for module in (collectives_kernels, interpreter_kernels, p2p_kernels, pack):
+    begin_and_advance()
+    for module in (interpreter_kernels, p2p_kernels, pack):
         module.prepare()
 
 

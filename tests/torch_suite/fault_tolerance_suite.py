@@ -45,9 +45,11 @@ def suite_of(backend: str, file: Path) -> Any:
     spec.loader.exec_module(theirs)
     if backend == "mcr":
         import mcr_plus.torch_backend.process_group  # noqa: F401
-        from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
+        from mcr_plus.backends.shm import interpreter_kernels, p2p_kernels
+        from mcr_plus.backends.shm.collectives import begin_and_advance
 
-        for module in (collectives_kernels, interpreter_kernels, p2p_kernels):
+        begin_and_advance()
+        for module in (interpreter_kernels, p2p_kernels):
             module.prepare()
     suite = theirs._make_fault_tolerance_test_class(backend, "cpu")
 

@@ -47,9 +47,11 @@ def prepared(backend: str) -> Any:
             names.add(backend)
     if backend == "mcr" or os.environ.get("MCR_MASQUERADE"):
         import mcr_plus.torch_backend.process_group  # noqa: F401
-        from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
+        from mcr_plus.backends.shm import interpreter_kernels, p2p_kernels
+        from mcr_plus.backends.shm.collectives import begin_and_advance
 
-        for module in (collectives_kernels, interpreter_kernels, p2p_kernels):
+        begin_and_advance()
+        for module in (interpreter_kernels, p2p_kernels):
             module.prepare()
 
     class Suite(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc]

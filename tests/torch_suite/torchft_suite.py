@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
+from mcr_plus.backends.shm import interpreter_kernels, p2p_kernels
+from mcr_plus.backends.shm.collectives import begin_and_advance
 from mcr_plus.torchft import ProcessGroupMcr
 
 theirs: Any = import_module("torchft.process_group_test")
@@ -121,7 +122,8 @@ def tests() -> dict[str, Callable[[], None]]:
 
 def main(patterns: list[str]) -> int:
     """Run the tests with names that match one of `patterns` (default: all); return 1 if one fails."""
-    for module in (collectives_kernels, interpreter_kernels, p2p_kernels):
+    begin_and_advance()
+    for module in (interpreter_kernels, p2p_kernels):
         module.prepare()
     theirs.ProcessGroupGloo = ProcessGroupMcr
     failed = 0

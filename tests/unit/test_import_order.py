@@ -46,7 +46,8 @@ ORDER = (
     {"backends", "launch"},
     {"msccl", "rendezvous"},
     {"config", "hosts", "membership", "waiting"},
-    {"core", "kernels", "registry"},
+    {"kernels"},
+    {"core", "registry"},
     {"errors"},
 )
 # Removable folders, and the removable folders that each uses. The path of an operation uses none.

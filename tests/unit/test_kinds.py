@@ -13,7 +13,7 @@ from mcr_plus.backends.gloo.operations import GlooOperations
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.collectives import Collectives
 from mcr_plus.backends.nccl.channel import NcclChannel
-from mcr_plus.backends.shm import collectives_kernels as kernels
+from mcr_plus.backends.shm import collectives_state as kernels
 from mcr_plus.backends.shm.backend import MscclBackend, kernel_of
 from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.compression.codec import ENCODED
@@ -54,7 +54,7 @@ def missing(row: Collective) -> list[str]:
             for kind in kinds
         },
         **{
-            f"backend shm: collectives_kernels.{kind.upper()}": messages or kernel_of(kind) is not None
+            f"backend shm: collectives_state.{kind.upper()}": messages or kernel_of(kind) is not None
             for kind in kinds
         },
     }
@@ -85,7 +85,7 @@ def test_missing_parts_of_a_new_row_are_listed() -> None:
         "backend gloo: _scan",
         "backend mpi: _scan",
         "backend nccl: _scan",
-        "backend shm: collectives_kernels.SCAN",
+        "backend shm: collectives_state.SCAN",
     ]
 
 

@@ -21,11 +21,11 @@ import pytest
 import torch
 from ranks import own_rank, run_ranks, wait_for_files
 
-from mcr_plus.backends.shm import collectives_kernels, p2p_kernels
-from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm import collectives_state, p2p_kernels
+from mcr_plus.backends.shm.collectives import DirectCollectives, begin_and_advance
 from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import WorkQueue
-from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.backends.shm.reductions import kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
 from mcr_plus.core.c10d import FileStore
 from mcr_plus.core.group import Group
@@ -529,13 +529,11 @@ def among_collectives(box: Box) -> Iterator[str]:
     kernels, count = kernels_for(torch.int64, "SUM"), 3001
     for turn in range(20):
         total = torch.full((count,), box.me + turn)
-        state = collectives.bind(collectives_kernels.ALL_REDUCE, count, 8, kernels)
+        state = collectives.bind(collectives_state.ALL_REDUCE, count, 8, kernels)
         target = torch.empty(100 * turn)
         polls = [
             box.receive(target, left, turn),
-            queue.bind(collectives_kernels.begin, collectives_kernels.advance, state)(
-                total.data_ptr(), total.data_ptr(), None
-            ),
+            queue.bind(*begin_and_advance(), state)(total.data_ptr(), total.data_ptr(), None),
             box.send(values(10 * turn + box.me, 100 * turn), right, turn),
         ]
         deadline = time.monotonic() + jobs.PATIENCE
@@ -552,7 +550,7 @@ def exam(slot: int) -> list[str]:
     """Run all of the above on one segment."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
-    collectives_kernels.prepare()
+    begin_and_advance()
     p2p_kernels.prepare()
     shape = Shape(ranks, channels=2, slot=slot, depth=3, area=1536 * ranks)
     box = Box(open_segment(jobs.connect(), group, shape, 60))

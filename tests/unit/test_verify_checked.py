@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm import collectives_state as plain
 from mcr_plus.backends.shm import faults
 from mcr_plus.backends.shm.collectives import DirectCollectives
-from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.backends.shm.reductions import kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape
 from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify import checked

@@ -37,7 +37,8 @@ def keyed(
     `reduce`: starts the reduction of keys, in place, and returns gloo's work. `poll`: makes a poll of that
     work, which calls a function at the end. `wanted`: True if this rank gets the result.
     """
-    from mcr_plus.backends.shm.reduce_kernels import apply, keys_for  # imported here: needs numba
+    from mcr_plus.backends.shm.reduce_kernels import apply  # imported here: needs numba
+    from mcr_plus.backends.shm.reductions import keys_for
 
     dtype, op = signature.dtype, signature.reduce_op
     assert dtype is not None
@@ -79,7 +80,8 @@ def exchanged(
 
     `exchange`: starts all_to_all from its second into its first argument, by counts; `poll` as in `keyed`.
     """
-    from mcr_plus.backends.shm.reduce_kernels import apply, kernels_for  # imported here: needs numba
+    from mcr_plus.backends.shm.reduce_kernels import apply  # imported here: needs numba
+    from mcr_plus.backends.shm.reductions import kernels_for
 
     dtype, op = signature.dtype, signature.reduce_op
     assert dtype is not None

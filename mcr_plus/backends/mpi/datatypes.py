@@ -90,14 +90,14 @@ def own_reduction(op: ReduceOp | None, dtype: torch.dtype | None) -> str:
 @cache
 def _own_op(op: ReduceOp, dtype: torch.dtype) -> Any:
     """Return an MPI_Op of a function compiled by numba: a Python callback would take the GIL per segment."""
-    from mcr_plus.backends.shm.reduce_kernels import mpi_function
+    from mcr_plus.backends.shm.reductions import mpi_function
 
     mpi = load_mpi()
     with compiling(f"{op} on {dtype_name(dtype)}"):
-        function = mpi_function(dtype, op)
+        address = mpi_function(dtype, op)
     made = mpi.Op()
     status = _libmpi().MPI_Op_create(
-        ctypes.c_void_p(function.address), ctypes.c_int(1), ctypes.c_void_p(mpi._addressof(made))
+        ctypes.c_void_p(address), ctypes.c_int(1), ctypes.c_void_p(mpi._addressof(made))
     )
     if status != 0:
         raise BackendUnavailable(f"backend mpi: MPI_Op_create failed with code {status}")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
-from mcr_plus.backends.shm import collectives_kernels
-from mcr_plus.backends.shm.collectives import DirectCollectives, addresses, mismatch
+from mcr_plus.backends.shm import collectives_state
+from mcr_plus.backends.shm.collectives import (
+    DirectCollectives,
+    addresses,
+    begin_and_advance,
+    mismatch,
+)
 from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
-from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
+from mcr_plus.backends.shm.reductions import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
 from mcr_plus.core.environment import package_version
 from mcr_plus.core.kinds import IN_PLACE, KINDS, MESSAGES, REDUCING, VECTOR, Kind, collective
@@ -22,7 +28,7 @@ from mcr_plus.msccl import channels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mcr_plus.backends.base import Corrupted, NativeStart, Poll, Start
+    from mcr_plus.backends.base import Corrupted, Poll, Start
     from mcr_plus.backends.shm.p2p import PointToPoint
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
@@ -31,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def kernel_of(kind: str) -> int | None:
-    """Return the number of a collective in `collectives_kernels`; None for an unknown name."""
-    found: int | None = getattr(collectives_kernels, kind.upper(), None)
+    """Return the number of a collective in `collectives_state`; None for an unknown name."""
+    found: int | None = getattr(collectives_state, kind.upper(), None)
     if found is None and kind in VECTOR:
-        return collectives_kernels.EXCHANGE if collective(kind).sends == "each" else collectives_kernels.SHARE
+        return collectives_state.EXCHANGE if collective(kind).sends == "each" else collectives_state.SHARE
     return found
 
 
@@ -71,8 +77,7 @@ class MscclBackend(Backend):
     def __init__(self, world: World) -> None:
         self._world = world
         self._channels: list[SharedMemoryChannel] = []
-        with preparing("msccl"):
-            collectives_kernels.prepare()
+        begin_and_advance()
 
     @classmethod
     def availability(cls) -> Availability:
@@ -241,8 +246,8 @@ class SharedMemoryChannel(Channel):
             return self._bind_uneven(signature, *_values(signature))
         if signature.algorithm is not None:
             return self._bind_algorithm(signature)
-        state, kernels = self.direct(signature), (collectives_kernels.begin, collectives_kernels.advance)
-        begin = self.run_by(signature, state, *kernels)
+        state = self.direct(signature)
+        begin = self.run_by(signature, state, *begin_and_advance())
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
@@ -250,14 +255,9 @@ class SharedMemoryChannel(Channel):
             return begin(source, target, (message.inputs, message.outputs))
 
         if not signature.async_op and (signature.nbytes or 0) <= _NATIVE:
-            start.native = lambda: self._native(*kernels, state)  # type: ignore[attr-defined]
+            native = partial(self._queue.native, *begin_and_advance(), state)
+            start.native = lambda: native(addresses())  # type: ignore[attr-defined]
         return start
-
-    def _native(self, begin: Begin, advance: Advance, state: Any) -> NativeStart:
-        """Return the start of a small operation in compiled code."""
-        with preparing("msccl"):
-            kernels = addresses()
-        return self._queue.native(begin, advance, state, kernels)
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
         """See `Channel`. Message headers say whether a message carries checksums."""
@@ -358,7 +358,7 @@ class SharedMemoryChannel(Channel):
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
             large = async_op and width * max(sum(sent), sum(expected)) > _IN_THREAD
-            begin = queue.bind(collectives_kernels.begin, collectives_kernels.advance, state, in_thread=large)
+            begin = queue.bind(*begin_and_advance(), state, in_thread=large)
             poll = begin(source, target, (message.inputs, message.outputs))
             return _Uneven(poll, state, message, group, parts)
 

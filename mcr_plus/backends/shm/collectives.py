@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-import numba
 import numpy as np
 
-from mcr_plus.backends.shm import collectives_kernels as words
-from mcr_plus.backends.shm.collectives_kernels import (
+from mcr_plus.backends.shm import collectives_state as words
+from mcr_plus.backends.shm.collectives_state import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_REDUCE_WHOLE,
@@ -22,16 +22,18 @@ from mcr_plus.backends.shm.collectives_kernels import (
     SCATTER,
     UNEVEN,
 )
-from mcr_plus.backends.shm.reduce_kernels import ReduceKernels
-from mcr_plus.kernels.cpu import c_function
+from mcr_plus.backends.shm.reductions import ReduceKernels
+from mcr_plus.kernels.compiling import preparing
+from mcr_plus.kernels.images import c_kernel, has_image, image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mcr_plus.backends.shm.queue import Advance, Begin
     from mcr_plus.backends.shm.segment import Segment
 
-_numba: Any = numba  # partly annotated, which type checkers report
-_types: Any = _numba.types
+_KERNELS: Final = "mcr_plus.backends.shm.collectives_kernels"
+_C_FUNCTIONS: Final = ("begin_at", "advance_at")
 _NOTHING: Final = ReduceKernels()
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
@@ -138,17 +140,26 @@ def mismatch(state: Any) -> tuple[int, int] | None:
     return (int(state[words.MISMATCH]) - 1, int(state[words.GIVEN])) if state[words.MISMATCH] else None
 
 
-def _begin_at(state, source, target):  # type: ignore[no-untyped-def]
-    return words.begin(_numba.carray(state, (words.WORDS,)), source, target)
+@cache
+def begin_and_advance() -> tuple[Begin, Advance]:
+    """Return both functions of `collectives_kernels`; compiles them if nobody has."""
+    with _preparing():
+        begins, advances = (image(_KERNELS, name) for name in _C_FUNCTIONS)
+        if begins is not None and advances is not None:
+            return begins.call, advances.call
+        from mcr_plus.backends.shm import collectives_kernels  # imported here: needs numba
 
-
-def _advance_at(state, patient):  # type: ignore[no-untyped-def]
-    return words.advance(_numba.carray(state, (words.WORDS,)), patient)
+        collectives_kernels.prepare()
+        return collectives_kernels.begin, collectives_kernels.advance
 
 
 @cache
 def addresses() -> tuple[int, int]:
-    """Return the addresses of `begin` and `advance` as C functions of the address of a state."""
-    state, value = _types.CPointer(_types.int64), _types.int64
-    begins = c_function(_types.int64(state, value, value), _begin_at).address
-    return begins, c_function(_types.int64(state, value), _advance_at).address
+    """Return the addresses of both as C functions of the address of a state."""
+    with _preparing():
+        begins, advances = (c_kernel(_KERNELS, name).address for name in _C_FUNCTIONS)
+    return begins, advances
+
+
+def _preparing() -> AbstractContextManager[None]:
+    return nullcontext() if all(has_image(_KERNELS, name) for name in _C_FUNCTIONS) else preparing("msccl")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from mcr_plus.backends.shm import interpreter_kernels as words
-from mcr_plus.backends.shm.reduce_kernels import ReduceKernels
+from mcr_plus.backends.shm.reductions import ReduceKernels
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.errors import Unsupported
 from mcr_plus.msccl.algorithm import READS, RECEIVES, ROWS, SENDS, SPACES, WRITES

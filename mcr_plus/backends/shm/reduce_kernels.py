@@ -1,7 +1,6 @@
 """Kernels of reductions: `target[i] = left[i] op right[i]`, compiled for each dtype and operation.
 
-A kernel is a C function `void(int64 target, int64 left, int64 right, int64 count)`, called by address, so
-that functions that move data are compiled only once for all dtypes. `target` may be `left` or `right`, or
+`reductions` has the addresses of kernels. `target` may be `left` or `right`, or
 overlap neither. Blocks of 64 bytes are written as vector instructions, because a compiler that must rule out
 overlaps does not vectorise equal buffers.
 
@@ -17,7 +16,6 @@ recovered if both parts are NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numba
@@ -27,9 +25,9 @@ from llvmlite import ir
 from numba.core.errors import TypingError
 
 from mcr_plus.backends.shm.atomics import call
-from mcr_plus.core.kinds import ReduceOp, dtype_name
-from mcr_plus.errors import Unsupported
-from mcr_plus.kernels.cpu import c_function, compiled
+from mcr_plus.backends.shm.reductions import DTYPES
+from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.kernels.cpu import compiled
 
 Emit = Callable[[Any, Any, Any], Any]
 """(llvmlite builder, value, value) → value."""
@@ -66,7 +64,6 @@ _FORMATS: Final[dict[torch.dtype, _Format]] = {
     torch.int64: _Format(_I64, _I64, "i"),
     torch.uint8: _Format(ir.IntType(8), ir.IntType(8), "u"),
 }
-_DTYPES: Final = tuple(_FORMATS)
 _INFINITE: Final[dict[torch.dtype, int]] = {
     torch.float64: 0x7FF << 52,
     torch.float32: 0xFF << 23,
@@ -74,8 +71,6 @@ _INFINITE: Final[dict[torch.dtype, int]] = {
     torch.bfloat16: 0xFF << 7,
 }
 """Bit pattern of infinity; without the sign, every NaN's pattern is larger."""
-_LOGIC: Final[dict[str, str]] = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
-"""Logic operations for arithmetic on bool, whose bytes are 0 or 1."""
 _OPS: Final = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "DIVIDE")
 _CONVERSIONS: Final = ("MIN", "MAX", "VALUE")  # to keys for one of two operations, or back
 
@@ -151,7 +146,7 @@ def _combine(typing_context, dtype, op, lanes, target, left, right):  # type: ig
     """Combine `lanes` values; the first three arguments are constants of the calling function."""
     if not all(isinstance(each, _types.IntegerLiteral) for each in (dtype, op, lanes)):
         raise TypingError("dtype, op and lanes must be constants")
-    form, count = _FORMATS[_DTYPES[dtype.literal_value]], lanes.literal_value
+    form, count = _FORMATS[DTYPES[dtype.literal_value]], lanes.literal_value
     emit = _emit(_OPS[op.literal_value], form.kind)
     stored = _spread(form.stored, count)
     size = _width(form.stored)
@@ -172,7 +167,7 @@ def _combine(typing_context, dtype, op, lanes, target, left, right):  # type: ig
 @_numba.extending.intrinsic(prefer_literal=True)
 def _divide(typing_context, dtype, lanes, target, divisor):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """Divide `lanes` values in place by an integer; integers are rounded towards zero."""
-    form, count = _FORMATS[_DTYPES[dtype.literal_value]], lanes.literal_value
+    form, count = _FORMATS[DTYPES[dtype.literal_value]], lanes.literal_value
     stored = _spread(form.stored, count)
     size = _width(form.stored)
 
@@ -205,7 +200,7 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
 @_numba.extending.intrinsic(prefer_literal=True)
 def _convert(typing_context, dtype, conversion, lanes, target, source):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """Convert `lanes` values to keys or back; the first three arguments are constants."""
-    floating, count = _DTYPES[dtype.literal_value], lanes.literal_value
+    floating, count = DTYPES[dtype.literal_value], lanes.literal_value
     kind, width = _CONVERSIONS[conversion.literal_value], 8 * floating.itemsize
     bits, key = ir.IntType(width), ir.IntType(max(width, 32))
 
@@ -239,7 +234,7 @@ def _convert(typing_context, dtype, conversion, lanes, target, source):  # type:
 @_numba.extending.intrinsic(prefer_literal=True)
 def _multiply(typing_context, dtype, target, left, right):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """Multiply two complex values, each a pair of floating-point values of this dtype."""
-    element = _FORMATS[_DTYPES[dtype.literal_value]].stored
+    element = _FORMATS[DTYPES[dtype.literal_value]].stored
     size = _width(element)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
@@ -260,8 +255,9 @@ def _width(element: Any) -> int:
     return {_DOUBLE: 8, _FLOAT: 4}.get(element) or element.width // 8
 
 
-def _cfunc(function: Callable[..., Any], third: Any = _types.int64) -> Any:
-    return c_function(_types.void(_types.int64, _types.int64, third, _types.int64), function)
+def _described(function: Callable[..., Any], third: Any = _types.int64) -> tuple[Any, Any]:
+    """Return what `images.image` needs."""
+    return _types.void(_types.int64, _types.int64, third, _types.int64), function
 
 
 def _steps(dtype: torch.dtype) -> tuple[int, int, int]:
@@ -270,11 +266,11 @@ def _steps(dtype: torch.dtype) -> tuple[int, int, int]:
     Functions close over integers only, because these are part of the disk cache's key.
     """
     form = _FORMATS[dtype]
-    return _DTYPES.index(dtype), _width(form.stored), _BLOCK // _width(form.computed)
+    return DTYPES.index(dtype), _width(form.stored), _BLOCK // _width(form.computed)
 
 
-@cache
-def _kernel(dtype: torch.dtype, op: str) -> Any:
+def kernel(dtype: torch.dtype, op: str) -> tuple[Any, Any]:
+    """Describe the kernel of an operation, or of DIVIDE."""
     (code, size, lanes), action = _steps(dtype), _OPS.index(op)
     if op == "DIVIDE" and _FORMATS[dtype].kind != "f":
         lanes = 1  # processors divide one integer at a time
@@ -296,24 +292,20 @@ def _kernel(dtype: torch.dtype, op: str) -> Any:
         for index in range(whole * lanes, count):
             _divide(code, 1, target + index * size, right)
 
-    return _cfunc(divide if op == "DIVIDE" else combine)
+    return _described(divide if op == "DIVIDE" else combine)
 
 
-@cache
-def mpi_function(dtype: torch.dtype, op: ReduceOp) -> Any:
-    """Return an MPI_User_function (MPI 4.1, section 6.9.5): `inout = in op inout`, for any op but AVG.
-
-    The arguments are `void* in, void* inout, int* count, void* datatype`; MPI gets its `address`.
-    """
+def mpi_function(dtype: torch.dtype, op: ReduceOp) -> tuple[Any, Any]:
+    """Describe `reductions.mpi_function`: `void* in, void* inout, int* count, void* datatype`."""
     if dtype.is_complex:
-        code, size = _DTYPES.index(dtype.to_real()), dtype.itemsize
+        code, size = DTYPES.index(dtype.to_real()), dtype.itemsize
 
         def multiply(source, target, count, datatype):  # type: ignore[no-untyped-def]  # noqa: ARG001
             for index in range(count[0]):
                 at = index * size
                 _multiply(code, target + at, source + at, target + at)
 
-        return _cfunc(multiply, _types.CPointer(_types.int32))
+        return _described(multiply, _types.CPointer(_types.int32))
 
     (code, size, lanes), action = _steps(dtype), _OPS.index(op)
     step = lanes * size
@@ -327,12 +319,11 @@ def mpi_function(dtype: torch.dtype, op: ReduceOp) -> Any:
             at = index * size
             _combine(code, action, 1, target + at, source + at, target + at)
 
-    return _cfunc(combine, _types.CPointer(_types.int32))
+    return _described(combine, _types.CPointer(_types.int32))
 
 
-@cache
-def _conversion(dtype: torch.dtype, kind: str) -> Any:
-    """Return a conversion function of the addresses of target and source, and the number of values."""
+def conversion(dtype: torch.dtype, kind: str) -> tuple[Any, Any]:
+    """Describe a conversion function of the addresses of target and source, and the number of values."""
     (code, size, lanes), which = _steps(dtype), _CONVERSIONS.index(kind)
     key = max(size, 4)
     to, of = (size, key) if kind == "VALUE" else (key, size)
@@ -344,26 +335,7 @@ def _conversion(dtype: torch.dtype, kind: str) -> Any:
         for index in range(whole * lanes, count):
             _convert(code, which, 1, target + index * to, source + index * of)
 
-    return _cfunc(convert)
-
-
-class Keys(NamedTuple):
-    """Addresses of the functions that convert values to keys for MIN or MAX, and back.
-
-    Keys of float64 are int64, all others int32, so keys can replace float64 and float32 values in place. The
-    largest key of MAX, and the smallest of MIN, is NaN.
-    """
-
-    of_values: int
-    to_values: int
-    dtype: torch.dtype
-
-
-@cache
-def keys_for(dtype: torch.dtype, op: ReduceOp) -> Keys:
-    """Return the functions for MIN or MAX of a floating-point dtype."""
-    key = torch.int64 if dtype is torch.float64 else torch.int32
-    return Keys(_conversion(dtype, op).address, _conversion(dtype, "VALUE").address, key)
+    return _described(convert)
 
 
 @compiled
@@ -387,51 +359,13 @@ def reduce_rows(combine, divide, parts, out, ranks, count, width):  # type: igno
         call(divide, out, out, ranks, count)
 
 
-@cache
-def _complex_product(dtype: torch.dtype) -> Any:
-    code, size = _DTYPES.index(dtype), 2 * dtype.itemsize
+def complex_product(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Describe the kernel of PRODUCT on complex numbers of two values of `dtype`."""
+    code, size = DTYPES.index(dtype), 2 * dtype.itemsize
 
     def combine(target, left, right, count):  # type: ignore[no-untyped-def]
         for index in range(count):
             at = index * size
             _multiply(code, target + at, left + at, right + at)
 
-    return _cfunc(combine)
-
-
-class ReduceKernels(NamedTuple):
-    """Addresses of the kernels of one reduction.
-
-    Attributes:
-        combine: `target = left op right`.
-        divide: `target /= right`, where `right` is the number of ranks; 0 for all operations but AVG.
-        parts: kernel values per element; 2 if complex numbers are treated as pairs.
-    """
-
-    combine: int = 0
-    divide: int = 0
-    parts: int = 1
-
-
-@cache
-def kernels_for(dtype: torch.dtype, op: ReduceOp) -> ReduceKernels:
-    """Return the kernels of `op` on `dtype`; the first call compiles them, which takes some 0.1 s.
-
-    Raises:
-        Unsupported: `op` is not defined on `dtype`.
-    """
-    if dtype.is_complex and op in ("SUM", "AVG"):
-        return kernels_for(dtype.to_real(), op)._replace(parts=2)
-    if dtype.is_complex and op == "PRODUCT":
-        return ReduceKernels(_complex_product(dtype.to_real()).address)
-    if dtype is torch.bool:
-        return ReduceKernels(_kernel(torch.uint8, _LOGIC.get(op, op)).address)
-    form = _FORMATS.get(dtype)
-    if form is None:
-        known = ", ".join(map(dtype_name, (*_FORMATS, torch.bool)))
-        raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}; known: {known}")
-    if op == "AVG":
-        return ReduceKernels(_kernel(dtype, "SUM").address, _kernel(dtype, "DIVIDE").address)
-    if op in ("BAND", "BOR", "BXOR") and form.kind == "f":
-        raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}")
-    return ReduceKernels(_kernel(dtype, op).address)
+    return _described(combine)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm import collectives_state as plain
 from mcr_plus.backends.shm.backend import SharedMemoryChannel
-from mcr_plus.backends.shm.collectives_kernels import (
+from mcr_plus.backends.shm.collectives_state import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_REDUCE_WHOLE,

@@ -34,6 +34,17 @@ from mcr_plus.backends.shm.atomics import (
     stream,
 )
 from mcr_plus.backends.shm.collectives_kernels import (
+    block_of,
+    bounds_of,
+    has_put,
+    has_reduced,
+    has_taken,
+    may_put_next,
+    may_reduce_next,
+    may_take_next,
+    slot_of,
+)
+from mcr_plus.backends.shm.collectives_state import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_REDUCE_WHOLE,
@@ -64,15 +75,6 @@ from mcr_plus.backends.shm.collectives_kernels import (
     WIDTH,
     WORDS,
     YIELDS,
-    block_of,
-    bounds_of,
-    has_put,
-    has_reduced,
-    has_taken,
-    may_put_next,
-    may_reduce_next,
-    may_take_next,
-    slot_of,
 )
 from mcr_plus.backends.shm.faults import FAULT_WORDS, damage
 from mcr_plus.backends.shm.segment import LINE

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mcr_plus.backends.emulation import LocalReduce, local_reduce
-from mcr_plus.backends.shm.reduce_kernels import kernels_for, reduce_rows
+from mcr_plus.backends.shm.reduce_kernels import reduce_rows
+from mcr_plus.backends.shm.reductions import kernels_for
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature

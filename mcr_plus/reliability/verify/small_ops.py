@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.backends.shm.reductions import kernels_for
 from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message
 from mcr_plus.reliability.verify import row_kernels as words

@@ -461,14 +461,16 @@ def _called(kernel: Any) -> Iterator[Any]:
 
 @pytest.mark.long
 def test_warmup_leaves_no_kernel_out() -> None:
-    from mcr_plus.backends.shm import p2p_checks
+    from mcr_plus.backends.shm import collectives_kernels, p2p_checks
 
     for prepare in warmup.tasks(None).values():
         prepare()
     kernels = _kernels()
     assert len(kernels) > 50
     ready = {kernel for kernel in kernels if kernel.overloads}
-    carriers = [SimpleNamespace(py_func=each) for each in (p2p_checks._carry_out, p2p_checks._carry_in)]
+    images = (described()[1] for described in (collectives_kernels.begin_at, collectives_kernels.advance_at))
+    functions = (p2p_checks._carry_out, p2p_checks._carry_in, *images)
+    carriers = [SimpleNamespace(py_func=each) for each in functions]
     found = [*ready, *carriers]  # functions for C are prepared as well but are no dispatchers
     while found:
         found = [each for kernel in found for each in _called(kernel) if each not in ready]

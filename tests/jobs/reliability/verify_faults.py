@@ -13,7 +13,7 @@ from mcr_plus.backends.base import Corrupted, Poll, Start
 from mcr_plus.backends.gloo.channel import GlooChannel
 from mcr_plus.backends.mpi import checked as packed
 from mcr_plus.backends.mpi.channel import MpiChannel
-from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm import collectives_state as plain
 from mcr_plus.backends.shm import faults, p2p_checks
 from mcr_plus.backends.shm import p2p_kernels as rows
 from mcr_plus.backends.shm.backend import SharedMemoryChannel

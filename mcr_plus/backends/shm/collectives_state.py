@@ -1,0 +1,58 @@
+"""The state of a direct collective, an array of int64 for `collectives_kernels`, and lines of a segment."""
+
+from __future__ import annotations
+
+from typing import Final
+
+BARRIER: Final = 0
+ALL_REDUCE: Final = 1
+ALL_GATHER: Final = 2
+ALL_TO_ALL: Final = 3
+REDUCE_SCATTER: Final = 4
+BROADCAST: Final = 5
+REDUCE: Final = 6
+GATHER: Final = 7
+SCATTER: Final = 8
+EXCHANGE: Final = 9  # each rank sends different data of uneven sizes to every other rank
+SHARE: Final = 10  # each rank sends the same data of uneven sizes to all ranks that expect it
+REDUCE_SCATTER_V: Final = 11
+ALL_REDUCE_WHOLE: Final = 12  # every rank reduces all data: one exchange instead of two
+UNEVEN: Final = (EXCHANGE, SHARE, REDUCE_SCATTER_V)
+
+# Words of the state.
+KIND: Final = 0
+RANK: Final = 1
+RANKS: Final = 2
+LINES: Final = 3  # address of the ranks' lines
+AREAS: Final = 4  # address of the areas
+AREA: Final = 5  # bytes of a slot
+RING: Final = 6
+SPINS: Final = 7
+YIELDS: Final = 8
+BASE: Final = 9  # slices of all earlier operations
+SLICES: Final = 10
+PUT: Final = 11  # slices of this operation put, reduced and taken by this rank
+REDUCED: Final = 12
+TAKEN: Final = 13
+SOURCE: Final = 14  # addresses
+TARGET: Final = 15
+COUNT: Final = 16  # elements: of the whole buffer for reductions and broadcast, else of a rank's block
+WIDTH: Final = 17  # bytes of an element
+SLICE: Final = 18  # elements of a slice
+COMBINE: Final = 19  # addresses of kernels
+DIVIDE: Final = 20
+ROOT: Final = 21
+STREAMS: Final = 22  # flag: `take` bypasses the caches
+HEADER: Final = 23  # bytes, if sizes differ between ranks
+AGREED: Final = 24  # flag: the number of slices is known
+MISMATCH: Final = 25  # 1 + a rank that sends an unexpected count
+TAG: Final = 26  # tag of the operation, equal on all ranks
+BELLS: Final = 27
+GIVEN: Final = 28  # elements that the rank of `MISMATCH` sends to this rank
+WORDS: Final = 29  # for uneven sizes, followed by elements for and from each rank
+
+PUT_AT: Final = 0  # offsets in a rank's line
+REDUCED_AT: Final = 8
+TAKEN_AT: Final = 16
+TAGS_AT: Final = 24  # for each slot of the ring, the tag of its operation
+KNOWN_AT: Final = 64  # slices known to be taken by all peers; on a cache line that peers do not read

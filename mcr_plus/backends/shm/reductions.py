@@ -1,0 +1,100 @@
+"""Reductions by kernels of `reduce_kernels`: which kernels an operation needs, and their addresses.
+
+A kernel is a C function `void(int64 target, int64 left, int64 right, int64 count)`, called by address, so
+that functions that move data are compiled only once for all dtypes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mcr_plus.core.kinds import ReduceOp, dtype_name
+from mcr_plus.errors import Unsupported
+from mcr_plus.kernels.images import c_kernel
+
+_KERNELS: Final = "mcr_plus.backends.shm.reduce_kernels"
+DTYPES: Final = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+_LOGIC: Final[dict[str, str]] = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
+"""Logic operations for arithmetic on bool, whose bytes are 0 or 1."""
+
+
+class ReduceKernels(NamedTuple):
+    """Addresses of the kernels of one reduction.
+
+    Attributes:
+        combine: `target = left op right`.
+        divide: `target /= right`, where `right` is the number of ranks; 0 for all operations but AVG.
+        parts: kernel values per element; 2 if complex numbers are treated as pairs.
+    """
+
+    combine: int = 0
+    divide: int = 0
+    parts: int = 1
+
+
+@cache
+def kernels_for(dtype: torch.dtype, op: ReduceOp) -> ReduceKernels:
+    """Return the kernels of `op` on `dtype`; the first call compiles them, which takes some 0.1 s.
+
+    Raises:
+        Unsupported: `op` is not defined on `dtype`.
+    """
+    if dtype.is_complex and op in ("SUM", "AVG"):
+        return kernels_for(dtype.to_real(), op)._replace(parts=2)
+    if dtype.is_complex and op == "PRODUCT":
+        return ReduceKernels(_address("complex_product", dtype.to_real()))
+    if dtype is torch.bool:
+        return ReduceKernels(_address("kernel", torch.uint8, _LOGIC.get(op, op)))
+    if dtype not in DTYPES:
+        known = ", ".join(map(dtype_name, (*DTYPES, torch.bool)))
+        raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}; known: {known}")
+    if op == "AVG":
+        return ReduceKernels(_address("kernel", dtype, "SUM"), _address("kernel", dtype, "DIVIDE"))
+    if op in ("BAND", "BOR", "BXOR") and dtype.is_floating_point:
+        raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}")
+    return ReduceKernels(_address("kernel", dtype, op))
+
+
+def mpi_function(dtype: torch.dtype, op: ReduceOp) -> int:
+    """Return the address of an MPI_User_function (MPI 4.1, section 6.9.5): `inout = in op inout`.
+
+    `op`: any but AVG.
+    """
+    return _address("mpi_function", dtype, op)
+
+
+class Keys(NamedTuple):
+    """Addresses of the functions that convert values to keys for MIN or MAX, and back.
+
+    Keys of float64 are int64, all others int32, so keys can replace float64 and float32 values in place. The
+    largest key of MAX, and the smallest of MIN, is NaN.
+    """
+
+    of_values: int
+    to_values: int
+    dtype: torch.dtype
+
+
+@cache
+def keys_for(dtype: torch.dtype, op: ReduceOp) -> Keys:
+    """Return the functions for MIN or MAX of a floating-point dtype."""
+    key = torch.int64 if dtype is torch.float64 else torch.int32
+    return Keys(_address("conversion", dtype, op), _address("conversion", dtype, "VALUE"), key)
+
+
+def _address(name: str, *arguments: Any) -> int:
+    address: int = c_kernel(_KERNELS, name, *arguments).address
+    return address

@@ -15,7 +15,6 @@ import torch
 from llvmlite import binding
 from numba.core import event
 from numba.core.ccallback import CFunc
-from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.sigutils import normalize_signature
 from numba.core.types import CPointer, unliteral
@@ -118,7 +117,7 @@ def object_code(signature: Any, function: Callable[..., Any]) -> bytes:
         if not each.is_declaration and each.name not in ("run", "call"):
             each.linkage = "internal"  # other images define the same names
     target = binding.Target.from_triple(binding.get_process_triple())
-    codegen = cpu_target.target_context.codegen()
+    codegen = overload.library.codegen
     machine = target.create_target_machine(
         cpu=codegen._get_host_cpu_name(), features=codegen._get_host_cpu_features(), opt=3, reloc="pic"
     )

@@ -104,7 +104,7 @@ def _is_current(path: Path) -> bool:
     try:
         listed: dict[str, str] = json.loads(path.read_bytes().rpartition(b"\n")[2])
         return all(sources.digest(file) == digest for file, digest in listed.items())
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # missing, or no image
         return False
 
 

@@ -512,8 +512,8 @@ def package_version(name: str = "mcr_plus") -> str:
 
 def kernel_folders() -> tuple[str, Path]:
     """Return the folder that NUMBA_CACHE_DIR names, or '', and the user's folder for caches."""
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return os.environ.get("NUMBA_CACHE_DIR", ""), Path(user).expanduser()
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # Path's fails without a home
+    return os.environ.get("NUMBA_CACHE_DIR", ""), Path(user)
 
 
 def numba_settings() -> list[str]:

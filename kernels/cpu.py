@@ -108,6 +108,8 @@ def object_code(signature: Any, function: Callable[..., Any]) -> bytes:
     It defines `run`, the function, and `call`, the same for CPython (METH_FASTCALL), see `images.Image`. The
     function may not raise.
     """
+    if binding.llvm_version_info[0] < 15:
+        raise RuntimeError("LLVM before version 15 does not read pointers without a type")
     kernel = linked(function)
     kernel.compile(signature)
     (overload,) = kernel.overloads.values()

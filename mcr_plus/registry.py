@@ -32,9 +32,8 @@ STAGES: dict[str, object] = {
 }
 STAGE_ORDER: tuple[str, ...] = tuple(STAGES)
 """Order of built-in stages in a pipeline; other stages may be anywhere before `dispatch`."""
-DEFAULT_STAGES: tuple[str, ...] = ("compress", "select", "dispatch")
-"""Stages of the default pipeline. `fuse` requires all ranks to wait at the same places of the program, and
-`hierarchical` opens several groups for every group."""
+DEFAULT_STAGES: tuple[str, ...] = ("hierarchical", "compress", "select", "dispatch")
+"""Stages of the default pipeline. `fuse` requires all ranks to wait at the same places of the program."""
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",

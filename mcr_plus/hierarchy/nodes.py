@@ -96,6 +96,17 @@ def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
     return Nodes(ranks, node, index, group.ranks)
 
 
+def may_have_nodes(config: Config, hosts: Sequence[str]) -> bool:
+    """Return whether a job with ranks on these hosts can have groups of several nodes.
+
+    Without nodes in the options, a job on one host has none, although the default pipeline has the stage.
+    """
+    options = config.options("hierarchical")
+    if not isinstance(options, HierarchicalOptions):
+        return False
+    return len({*hosts}) > 1 or options.nodes is not None or options.ranks_per_node is not None
+
+
 def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:
     """Return the options of the stage; None if the pipeline lacks the stage.
 

@@ -29,7 +29,7 @@ from mcr_plus.core.buffers import Pool
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import format_size
-from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
+from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, may_have_nodes, nodes_of
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.hierarchy.policy import codec_between
 from mcr_plus.pipeline.pipeline import Pipeline
@@ -70,7 +70,8 @@ class HierarchicalStage(Stage):
             return next(flat)
         steps = self._decomposition(signature, next)
         if isinstance(steps, str):
-            next.note(f"not in steps: {steps}")
+            if may_have_nodes(self._context.config, self._context.world.hosts):
+                next.note(f"not in steps: {steps}")
             return next(flat)
         remark = f"; {steps.remark}" if steps.remark else ""
         next.note(f"{steps.nodes.count} nodes of {steps.nodes.size} ranks: {steps.summary}{remark}")

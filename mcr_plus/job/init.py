@@ -41,6 +41,7 @@ from mcr_plus.errors import (
     NotInitialized,
     PeerLost,
 )
+from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.job.checks import (
     check_descriptors,
     check_tables,
@@ -193,10 +194,7 @@ def begin(
         chosen = choose_backends(config, world)
         world = replace(world, libraries=versions_on_rank_0(chosen, world))
         check_tables(config, world)
-        if config.options("hierarchical") is not None:
-            from mcr_plus.hierarchy.nodes import check_nodes  # imported here: most jobs have one node
-
-            check_nodes(config, world.size)
+        check_nodes(config, world.size)
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
     except PeerLost:  # wait for no other rank
         job.hooks_closing()

@@ -15,6 +15,7 @@ from mcr_plus.core.group import Group
 from mcr_plus.engine.group_state import BackendChannel
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.hierarchy.nodes import may_have_nodes
 from mcr_plus.job.process import job
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
@@ -65,7 +66,7 @@ class Libraries:
 
     def descriptors(self, size: int) -> int:
         """Return the file descriptors that a group of `size` ranks may take in each of its processes."""
-        groups = 1 + 3 * (self._config.options("hierarchical") is not None)
+        groups = 1 + 3 * may_have_nodes(self._config, self._world.hosts)
         if self._has_failover:
             groups *= 2  # each library takes over for another one, on a channel of its own
         if any(isinstance(each, DispatchOptions) and each.verify for each in self._config.all_options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +17,8 @@ from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.engine.group_state import BackendChannel, GroupState
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import BackendUnavailable
+from mcr_plus.hierarchy.nodes import inner_groups
+from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context
 from mcr_plus.rendezvous.store import exchange
@@ -69,22 +71,13 @@ def open_with_parts(
     state.recorded = runtime.engine.hooks.timed
     state.refresh()
     runtime.groups.append(opened)
-    for part, members in _inner_groups(config, world.hosts, group).items():
+    for part, members in inner_groups(config, world.hosts, group).items():
         # Opened here and not at the first use, because opening is collective; same order on all ranks.
         below = _open_part(runtime, group, part, members, config)
         opened.parts.append(below)
         of_group.caches.append(below.runtime.forget)
         parts[part] = below.pipeline
     return opened
-
-
-def _inner_groups(config: Config, hosts: Sequence[str], group: Group) -> Mapping[Part, Group]:
-    """Return the groups inside a group, see `hierarchy.nodes.inner_groups`."""
-    if config.options("hierarchical") is None:
-        return {}
-    from mcr_plus.hierarchy.nodes import inner_groups  # imported here: most jobs have one node
-
-    return inner_groups(config, hosts, group)
 
 
 def _wrappers(config: Config, options: DispatchOptions) -> Iterator[str]:
@@ -166,8 +159,6 @@ def _missing(
 
 def _named_for(step: str, config: Config) -> set[str]:
     """Return the libraries that the hierarchical stage, or a rule for it, names for `local` or `inter`."""
-    from mcr_plus.hierarchy.options import HierarchicalOptions
-
     hierarchical = [options for options in config.all_options if isinstance(options, HierarchicalOptions)]
     backends = [(options.local if step == "local" else options.inter).backend for options in hierarchical]
     return {backend.partition(":")[0] for backend in backends if backend is not None}

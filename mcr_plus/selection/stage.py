@@ -12,7 +12,7 @@ from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Support
 from mcr_plus.config.names import names_no_algorithm
-from mcr_plus.core.kinds import dtype_name
+from mcr_plus.core.kinds import REDUCING, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import size_words
 from mcr_plus.errors import InvalidArgument, Unsupported
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from mcr_plus.tables.cost import CostModel, Estimate
     from mcr_plus.tables.table import Query, Table, TableRule
 
-# Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster for small messages, gloo
-# from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` measures
-# other machines.
-_CROSSOVER: Final = 64 * 1024
+# Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster, but for reductions from
+# about 256 KiB on, where gloo takes half as long, and for large operations beside a computation, during which
+# gloo's threads go on and MPI waits to be polled. Measured with Open MPI 5.0, gloo of torch 2.13, two x86
+# cores (benchmarks/results/collectives_x86-2core-two-hosts_202611.md); `tune` measures other machines.
+_CROSSOVER: Final = 256 * 1024
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
     "MPICH": "mpich_2ranks_1host.yaml",
@@ -204,13 +205,15 @@ class SelectStage(Stage):
         if self._context.config.backends is not None:
             return list(known)
         nbytes = self._nbytes(signature)
-        large = nbytes is None or nbytes >= _CROSSOVER
+        large = self._nodes > 1 and (nbytes is None or nbytes >= _CROSSOVER)
+        # Both ends of a message must choose alike, whether they wait or not.
+        beside = signature.async_op or signature.is_p2p or signature.kind in REDUCING
 
         def place(name: str) -> float:
             preference = known[name].preference
             if signature.device == "cuda":
                 return preference.cuda
-            return preference.between_hosts if large and self._nodes > 1 else preference.cpu
+            return preference.between_hosts if large and beside else preference.cpu
 
         return sorted(known, key=place)
 

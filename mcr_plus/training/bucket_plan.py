@@ -19,8 +19,24 @@ from mcr_plus.core.kinds import AVG, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, BucketEntry, Cost, earliest_finish
+from mcr_plus.fusion.options import FuseOptions
 
 _OVERHEAD: Final = 50e-6  # seconds that a rank takes to issue an operation and wait for it
+_PARTS: Final = 4
+_LEAST: Final = 1 << 20  # of a bucket, below which a link's latency counts
+
+
+def default_limits(comm: Communicator, params: Sequence[torch.Tensor]) -> FuseOptions:
+    """Return the limits of buckets for a pipeline without `fuse`.
+
+    Between hosts a bucket takes long, and its library goes on while the program computes. So gradients that
+    would all fit into one bucket, and be sent after the pass, are divided into about `_PARTS`.
+    """
+    usual = FuseOptions()
+    if len({comm.hosts[rank] for rank in comm.ranks}) == 1:
+        return usual
+    part = sum(param.nbytes for param in params) // _PARTS
+    return FuseOptions(bucket=min(usual.bucket, max(_LEAST, part)))
 
 
 def all_reduce_costs(

@@ -35,7 +35,7 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import McrError
 from mcr_plus.fusion.bucket import Bucket, BucketEntry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.training.bucket_plan import all_reduce_costs, earliest, first_waiting
+from mcr_plus.training.bucket_plan import all_reduce_costs, default_limits, earliest, first_waiting
 from mcr_plus.training.flat import Flat, ParameterSlot, flat_of, move_into_bucket
 from mcr_plus.training.trials import trials
 
@@ -83,7 +83,8 @@ class Reducer:
         self.comm = comm = comm.branch_named(branch)
         self.syncing, self.keeps, self.detached, config = True, False, False, comm.config
         fuse = comm.stage_options("fuse")
-        self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
+        named = isinstance(fuse, FuseOptions)
+        self._limits = fuse if named else default_limits(comm, [param for _, param in params])
         self._alignment = largest_alignment(config, self._limits.codecs)  # in elements
         self._slots = [
             ParameterSlot(

@@ -305,8 +305,8 @@ def test_the_built_in_preference(situation: str, order: list[str]) -> None:
 
 
 def test_stages_that_must_be_requested() -> None:
-    assert set(registry.STAGE_ORDER) - set(registry.DEFAULT_STAGES) == {"fuse", "hierarchical"}
-    assert [spec.name for spec in default_pipeline()] == ["compress", "select", "dispatch"]
+    assert set(registry.STAGE_ORDER) - set(registry.DEFAULT_STAGES) == {"fuse"}
+    assert [spec.name for spec in default_pipeline()] == ["hierarchical", "compress", "select", "dispatch"]
 
 
 def test_a_backend_of_the_same_shape_gets_the_defaults() -> None:

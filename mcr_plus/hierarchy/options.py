@@ -122,6 +122,12 @@ class HierarchicalOptions(StageOptions):
             raise ValueError("nodes and ranks_per_node exclude each other; expected one of them")
         return self
 
+    @property
+    def names_nothing(self) -> bool:
+        """True if the options name neither nodes nor how to send in them and between them."""
+        named = (self.nodes, self.ranks_per_node, self.local.backend, self.inter.backend, self.inter.compress)
+        return all(each is None for each in named)
+
     def named_backends(self) -> dict[str, str]:
         """Return the backends that the options name for the steps, see `StageOptions.named_backends`."""
         steps = {"local": self.local.backend, "inter": self.inter.backend}

@@ -120,6 +120,8 @@ class HierarchicalStage(Stage):
         assert signature.dtype is not None
         if signature.backend is not None:
             return f"backend {signature.backend} is named by the call or a rule"
+        if signature.device == "cuda" and self._options.names_nothing:
+            return "CUDA's libraries know the hosts; name `nodes`, `local` or `inter` for steps"
         if signature.nbytes < self._options.min:
             return f"{format_size(signature.nbytes)} is less than {format_size(self._options.min)}"
         if signature.nbytes // signature.dtype.itemsize < nodes.size:

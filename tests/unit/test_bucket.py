@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tiers import examples
 
 from mcr_plus.fusion.bucket import Bucket, BucketEntry, Cost, by_size, earliest_finish
+from mcr_plus.training.bucket_plan import default_limits
 
 K = 1024
 
@@ -187,3 +191,13 @@ def test_invalid_entries_are_refused() -> None:
     with pytest.raises(ValueError, match="order"):
         earliest_finish([BucketEntry(0, 1, None, 2.0), BucketEntry(1, 1, None, 1.0)], hockney(1.0, 1.0))
     assert earliest_finish([], hockney(1.0, 1.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mib", "limit"),
+    [((0, 1), 12, 25), ((0, 2), 12, 3), ((0, 1, 2, 3), 12, 3), ((0, 2), 2, 1), ((0, 2), 400, 25)],
+)
+def test_gradients_between_hosts_have_several_buckets(ranks: tuple[int, ...], mib: int, limit: int) -> None:
+    comm: Any = SimpleNamespace(hosts=("a", "a", "b", "b"), ranks=ranks)
+    params = [torch.empty(1 << 17, device="meta")] * (2 * mib)
+    assert default_limits(comm, params).bucket == limit << 20

@@ -37,6 +37,7 @@ from mcr_plus.core.units import Range, about, format_size, parse_duration, parse
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import ConfigError, InvalidArgument, LaunchError
 from mcr_plus.fusion.options import FuseOptions
+from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.selection.options import SelectOptions
 from mcr_plus.tables.table import parse_table
 
@@ -94,6 +95,7 @@ def test_the_default(config: Config) -> None:
     assert config == Config()
     assert config.backends is None
     assert [(s.name, s.options) for s in config.pipeline] == [
+        ("hierarchical", HierarchicalOptions()),
         ("compress", CompressOptions(codec="none")),
         ("select", SelectOptions(table=None)),
         ("dispatch", DispatchOptions(timeout=300.0, check="first", wait="auto")),
@@ -102,7 +104,7 @@ def test_the_default(config: Config) -> None:
 
 
 def test_stages_may_have_no_options_written() -> None:
-    written = loads("version: 1\npipeline:\n  - compress:\n  - select: {}\n  - dispatch:\n")
+    written = loads("version: 1\npipeline: [hierarchical:, compress:, select: {}, dispatch:]\n")
     assert written == Config()
 
 
@@ -366,7 +368,10 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
         ("{match: null, backend: mpi}", "rules[0].match: empty match"),
         ("{match: {tag: null}, backend: mpi}", "rules[0].match: empty match"),
         ("{match: all_reduce, backend: mpi}", "rules[0].match: expected a mapping"),
-        ("{match: {tag: x}}", "rules[0]: changes nothing; expected at least one of backend, compress"),
+        (
+            "{match: {tag: x}}",
+            "rules[0]: changes nothing; expected at least one of backend, hierarchical, compress",
+        ),
         ("{match: {tag: x}, dispatch: {}}", "rules[0]: changes nothing"),
         ("{match: {tag: x}, backend: ncll}", "rules[0].backend: unknown backend 'ncll'"),
         (
@@ -376,7 +381,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
         ("{match: {tag: x}, backend: [mpi]}", "rules[0].backend: unknown backend ['mpi']"),
         (
             "{match: {tag: x}, colour: red}",
-            "rules[0].colour: unknown key 'colour'; known: match, backend, compress",
+            "rules[0].colour: unknown key 'colour'; known: match, backend, hierarchical, compress",
         ),
         ("{match: {tag: x}, fuse: {}}", "rules[0].fuse: stage 'fuse' is not in the pipeline"),
         (

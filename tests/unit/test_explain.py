@@ -836,3 +836,20 @@ def test_a_rules_codec_that_cannot_take_an_operation_is_explained(tmp_path: Path
     assert step["decision"].startswith("codec int8_block not used: codec int8_block takes float32, ")
     assert step["decision"].endswith(", not int64")
     assert step["rule"] == f"{path}:7: rules[0]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "async_op", "chosen"),
+    [
+        ("all_reduce", "128KiB", False, "mpi"),
+        ("all_reduce", "256KiB", False, "gloo"),
+        ("reduce_scatter", "1MiB", True, "gloo"),
+        ("all_gather", "4MiB", False, "mpi"),
+        ("all_gather", "4MiB", True, "gloo"),  # beside a computation
+        ("all_to_all_v", "4MiB", False, "mpi"),
+        ("send", "4MiB", False, "gloo"),  # as an isend: its receiver may have chosen either
+    ],
+)
+def test_the_preference_between_hosts(kind: str, nbytes: str, async_op: bool, chosen: str) -> None:
+    found = mcr.explain(kind, nbytes, ranks=2, nodes=2, async_op=async_op)
+    assert [name for name in found["backends"] if name in ("mpi", "gloo")] == [chosen]

@@ -215,7 +215,7 @@ def test_explain_uses_a_backend_that_is_available_in_nodes_only() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"nodes_": 1}, "all 4 ranks are on one node"),
+        ({"nodes_": 1, "ranks_per_node": 4}, "all 4 ranks are on one node"),
         ({"nodes_": 4}, "every node has one rank"),
         ({"ranks": 3}, "nodes have different numbers of ranks"),
         ({"min": "2MiB"}, "1MiB is less than 2MiB"),
@@ -253,6 +253,18 @@ def test_explain_prints_why_an_operation_stays_flat(options: dict[str, Any], rea
     else:
         assert decision.startswith(f"not in steps: {reason}")
         assert "SUM" in operation
+
+
+def test_the_default_takes_steps_where_hosts_have_several_ranks() -> None:
+    def by_default(ranks: int, nodes: int, nbytes: str = "1MiB", device: str = "cpu") -> str:
+        found = mcr.explain("all_reduce", nbytes, ranks=ranks, nodes=nodes, device=device)
+        return str(found["steps"][0]["decision"])
+
+    assert by_default(4, 2).startswith("2 nodes of 2 ranks")
+    assert by_default(2, 2) == "not in steps: every node has one rank"
+    assert by_default(4, 2, "4KiB").startswith("not in steps: 4KiB is less than")
+    assert by_default(4, 2, device="cuda").startswith("not in steps: CUDA's libraries know the hosts")
+    assert by_default(4, 1).startswith("backend ")  # nothing to say about steps
 
 
 def test_explain_prints_why_a_codec_is_not_used() -> None:

@@ -16,7 +16,6 @@ from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
 from mcr_plus.config.reader import dump, fingerprint, load, loads
-from mcr_plus.config.schema import Config
 from mcr_plus.core.group import Group
 from mcr_plus.errors import ConfigError
 from mcr_plus.hierarchy.decompose import _Steps
@@ -173,10 +172,6 @@ def test_options_round_trip_through_yaml() -> None:
     written = dump(first)["pipeline"][0]["hierarchical"]["inter"]["compress"]
     assert written == {"values": "float32", "chunk": None, **inter["compress"]}
     assert fingerprint(first) != fingerprint(load(config(nodes=[[0, 1], [2, 3]])))
-
-
-def test_the_stage_is_off_by_default() -> None:
-    assert Config().options("hierarchical") is None
 
 
 # -- explaining -----------------------------------------------------------------------------------

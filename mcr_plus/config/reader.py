@@ -64,6 +64,7 @@ from mcr_plus.config.schema import (
     StageSpec,
     default_observe,
     default_pipeline,
+    without_steps,
 )
 from mcr_plus.core import environment
 from mcr_plus.errors import InvalidArgument, short, unknown
@@ -146,6 +147,8 @@ def _config(document: Document) -> Config:
     mistakes.collect(lambda: _check_version(document), None)
     backends = mistakes.collect(lambda: read_backends(document), None)
     pipeline, sound = _pipeline(document, mistakes)
+    if backends is not None:
+        pipeline = without_steps(pipeline)
     for index, spec in enumerate(pipeline if sound else ()):
         keys = ("pipeline", index, spec.name)
         mistakes.collect(partial(_check_beside, spec.options, document, keys, pipeline, backends), None)

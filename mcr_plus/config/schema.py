@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import (
     BaseModel,
@@ -221,9 +221,22 @@ class Rule:
         return next((o.options for o in self.overrides if o.stage == stage), None)
 
 
+_DEFAULT: Final = "the default pipeline"
+
+
 def default_pipeline() -> tuple[StageSpec, ...]:
     """Return the pipeline of a configuration without one."""
-    return tuple(StageSpec(name, declared_options("stages", name)()) for name in registry.DEFAULT_STAGES)
+    return tuple(
+        StageSpec(name, declared_options("stages", name)(), _DEFAULT) for name in registry.DEFAULT_STAGES
+    )
+
+
+def without_steps(pipeline: tuple[StageSpec, ...]) -> tuple[StageSpec, ...]:
+    """Return a pipeline for libraries that the user names: each operation is one of theirs, as it is.
+
+    A stage `hierarchical` that the user writes stays.
+    """
+    return tuple(spec for spec in pipeline if (spec.name, spec.place) != ("hierarchical", _DEFAULT))
 
 
 def default_observe() -> BaseModel | None:
@@ -302,7 +315,7 @@ class Config:
             if (conflict := problem(options, None, names)) is not None:
                 keys, what = conflict
                 raise ConfigError(f"{place}: {'.'.join(map(str, (stage, *keys)))}: {what}")
-        return replace(self, backends=names)
+        return replace(self, backends=names, pipeline=without_steps(self.pipeline))
 
     def with_timeout(self, seconds: float) -> Config:
         """Return this configuration with another deadline, unless its dispatch stage sets one.

@@ -103,6 +103,13 @@ def test_the_default(config: Config) -> None:
     assert config.rules == ()
 
 
+def test_named_libraries_take_no_steps_unless_the_pipeline_names_them() -> None:
+    for config in (load({"backends": ["gloo"]}), Config().with_backends(["gloo"])):
+        assert [spec.name for spec in config.pipeline] == ["compress", "select", "dispatch"]
+    written = load({"pipeline": [{"hierarchical": {}}, {"select": {}}, {"dispatch": {}}]})
+    assert written.with_backends(["gloo"]).options("hierarchical") == HierarchicalOptions()
+
+
 def test_stages_may_have_no_options_written() -> None:
     written = loads("version: 1\npipeline: [hierarchical:, compress:, select: {}, dispatch:]\n")
     assert written == Config()

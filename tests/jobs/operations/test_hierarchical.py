@@ -73,7 +73,8 @@ def test_the_place_and_the_groups_of_a_rank(rank: int, place: tuple[int, int]) -
 
 def test_no_groups_on_one_node_without_the_stage_or_for_outsiders() -> None:
     assert not inner_groups(load(config()), ("a",) * 4, Group("world", (0, 1, 2, 3), 0))
-    assert not inner_groups(load({}), tuple("aabb"), Group("world", (0, 1, 2, 3), 0))
+    without = load({"pipeline": [{"select": {}}, {"dispatch": {}}]})
+    assert not inner_groups(without, tuple("aabb"), Group("world", (0, 1, 2, 3), 0))
     assert not inner_groups(load(config()), tuple("aabb"), Group("other", (0, 1, 2, 3), -1))
 
 

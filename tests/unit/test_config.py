@@ -377,7 +377,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
         ("{match: all_reduce, backend: mpi}", "rules[0].match: expected a mapping"),
         (
             "{match: {tag: x}}",
-            "rules[0]: changes nothing; expected at least one of backend, hierarchical, compress",
+            "rules[0]: changes nothing; expected at least one of backend, compress",
         ),
         ("{match: {tag: x}, dispatch: {}}", "rules[0]: changes nothing"),
         ("{match: {tag: x}, backend: ncll}", "rules[0].backend: unknown backend 'ncll'"),
@@ -388,7 +388,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
         ("{match: {tag: x}, backend: [mpi]}", "rules[0].backend: unknown backend ['mpi']"),
         (
             "{match: {tag: x}, colour: red}",
-            "rules[0].colour: unknown key 'colour'; known: match, backend, hierarchical, compress",
+            "rules[0].colour: unknown key 'colour'; known: match, backend, compress",
         ),
         ("{match: {tag: x}, fuse: {}}", "rules[0].fuse: stage 'fuse' is not in the pipeline"),
         (

@@ -109,12 +109,10 @@ def transformer(example: str) -> tuple[Any, Train]:
     if example == "moe":
         experts = importlib.import_module("experts")
         shape = experts.ExpertShape()
-        build = partial(experts.build, shape, 0)
+        build: Any = partial(experts.build, shape, 0)
     else:
         shape = models.Shape()
-
-        def build(_: object) -> Any:
-            return models.LanguageModel(shape, 0)
+        build = lambda _: models.LanguageModel(shape, 0)  # noqa: E731
 
     text = importlib.import_module("corpus").read_corpus(None, shape.sequence, 0)
     float32 = training.torch.float32

@@ -22,11 +22,13 @@ IMAGES: Final = ROOT / "docs" / "images"
 BESIDE: Final = RESULTS / "beside_x86-2core_202611.md"
 TWO_HOSTS: Final = RESULTS / "steps_x86-2core-two-hosts_202611.md"
 TORCH_BACKEND: Final = RESULTS / "torch-backend_x86-2core_202611.md"
+MPIS: Final = RESULTS / "mpis_x86-2core_202611.md"
 LABELS: Final = {
     "torch gloo": "torch.distributed, gloo",
-    "raw Open MPI": "Open MPI by mpi4py",
-    "raw MPICH": "MPICH by mpi4py",
-    "default": "mcr_plus, default pipeline",
+    "Open MPI": "Open MPI by mpi4py",
+    "MPICH": "MPICH by mpi4py",
+    "Intel MPI": "Intel MPI by mpi4py",
+    "mcr_plus": "mcr_plus, default pipeline",
 }
 """Columns that are drawn, and how they are called."""
 
@@ -43,8 +45,8 @@ class Style:
 
 
 STYLES: Final = (
-    Style("light", "#1f2328", "#d1d9e0", "#0969da", ("#8c959f", "#bc4c00", "#8250df")),
-    Style("dark", "#e6edf3", "#3d444d", "#58a6ff", ("#9198a1", "#f0883e", "#bc8cff")),
+    Style("light", "#1f2328", "#d1d9e0", "#0969da", ("#8c959f", "#bc4c00", "#8250df", "#1a7f37")),
+    Style("dark", "#e6edf3", "#3d444d", "#58a6ff", ("#9198a1", "#f0883e", "#bc8cff", "#3fb950")),
 )
 
 
@@ -73,12 +75,11 @@ def tables(text: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def latencies(path: Path = BESIDE) -> dict[str, dict[int, float]]:
-    """Median microseconds of an all_reduce on a quiet machine, by candidate and bytes."""
-    rows = tables(path.read_text())["beside 0 busy processes, 2 ranks"]
+def latencies(path: Path = MPIS) -> dict[str, dict[int, float]]:
+    """Least of the medians of an all_reduce on a quiet machine in microseconds, by library and bytes."""
+    rows = [row for row in tables(path.read_text())["Two ranks: times"] if row["operation"] == "all_reduce"]
     return {
-        name: {parse_size(row["bytes"]): float(row[name].split("/")[0].replace(",", "")) for row in rows}
-        for name in LABELS
+        name: {parse_size(row["bytes"]): float(row[name].split("/")[0]) for row in rows} for name in LABELS
     }
 
 
@@ -120,12 +121,12 @@ def draw_latencies(axes: Any, style: Style) -> None:
     """One line per candidate: microseconds over bytes, both logarithmic."""
     others = iter(style.others)
     for name, points in latencies().items():
-        ours = name == "default"
+        ours = name == "mcr_plus"
         axes.plot(
             list(points), list(points.values()), label=LABELS[name], marker="o", markersize=5 if ours else 4,
             color=style.ours if ours else next(others), linewidth=2.5 if ours else 1.5,
         )  # fmt: skip
-    sizes = list(latencies()["default"])
+    sizes = list(latencies()["mcr_plus"])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [format_size(size) for size in sizes])

@@ -1,4 +1,4 @@
-"""One turn of `bench_mpis.py`: the times of collectives over an MPI (`mpi`) or over mcr_plus (`mcr`).
+"""One turn of `bench_mpis.py`: collectives over an MPI (`mpi`), mcr_plus (`mcr`) or torch's gloo (`gloo`).
 
     mpiexec -n 2 python benchmarks/mpi_turn.py mpi '{"sizes": [8], ...}' answer.json
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 Calls = dict[str, Callable[[], Any]]
 REPEATS = 7
@@ -27,6 +26,8 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 
 def over_mpi(nbytes: int, dtype: str, way: str) -> Calls:
     """Calls on prepared buffers; bfloat16 moves as 16-bit integers, since no MPI here adds it."""
+    from mpi4py import MPI
+
     comm, size, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
     kind, mpi = (np.float32, MPI.FLOAT) if dtype == "float32" else (np.uint16, MPI.UINT16_T)
     whole = numel(nbytes, dtype, size)
@@ -125,6 +126,26 @@ def over_mcr(nbytes: int, dtype: str, way: str) -> Calls:
     }
 
 
+def over_gloo(nbytes: int, dtype: str, way: str) -> Calls:
+    """The synchronous calls that torch.distributed's gloo has."""
+    import torch
+    import torch.distributed as dist
+
+    whole, kind = numel(nbytes, dtype, dist.get_world_size()), getattr(torch, dtype)
+    size = dist.get_world_size()
+    data, other = torch.ones(whole, dtype=kind), torch.ones(whole, dtype=kind)
+    gathered, block = torch.ones(whole * size, dtype=kind), torch.ones(whole // size, dtype=kind)
+    if way != "sync":
+        return {}
+    return {
+        "all_reduce": lambda: dist.all_reduce(data),
+        "broadcast": lambda: dist.broadcast(data, 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(gathered, data),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(block, data),
+        "all_to_all": lambda: dist.all_to_all_single(other, data),
+    }
+
+
 def to_and_fro(rank: int, send: Callable[[], object], receive: Callable[[], object]) -> None:
     """Send a message from rank 0 to rank 1 and back; other ranks do nothing."""
     if rank == 0:
@@ -142,18 +163,21 @@ def numel(nbytes: int, dtype: str, ranks: int) -> int:
 
 def largest(value: float) -> float:
     """Return the maximum over the ranks."""
+    from mpi4py import MPI
+
     return float(MPI.COMM_WORLD.allreduce(value, op=MPI.MAX))
 
 
-def largest_by_mcr(value: float) -> float:
-    """Return the same without MPI: its waits never sleep, and use up the ranks' time beside other work."""
+def largest_of(maximum: Callable[[Any], object]) -> Callable[[float], float]:
+    """Return the same without MPI, whose waits never sleep, and use up the ranks' time beside other work."""
     import torch
 
-    import mcr_plus as mcr
+    def most(value: float) -> float:
+        result = torch.tensor([value], dtype=torch.float64)
+        maximum(result)
+        return result.item()
 
-    result = torch.tensor([value], dtype=torch.float64)
-    mcr.all_reduce(result, mcr.MAX)
-    return result.item()
+    return most
 
 
 def block_seconds(call: Callable[[], Any], calls: int, most: Callable[[float], float]) -> float:
@@ -176,18 +200,36 @@ def median_us(call: Callable[[], Any], most: Callable[[float], float]) -> float:
 def main(library: str, wanted: str, answer: str) -> None:
     """Measure all cells, and write {"kind bytes dtype way": microseconds}."""
     cells: dict[str, list[Any]] = json.loads(wanted)
-    if library == "mcr":
+    if library == "mpi":
+        found, rank = times(over_mpi, cells, largest), own_rank()
+    else:
         import torch
 
-        import mcr_plus as mcr
-
         torch.set_num_threads(1)
-        with mcr.init():
-            found = times(over_mcr, cells, largest_by_mcr)
-    else:
-        found = times(over_mpi, cells, largest)
-    if MPI.COMM_WORLD.rank == 0:
+        if library == "mcr":
+            import mcr_plus as mcr
+
+            with mcr.init() as comm:
+                found, rank = (
+                    times(over_mcr, cells, largest_of(lambda x: mcr.all_reduce(x, mcr.MAX))),
+                    comm.rank,
+                )
+        else:
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")
+            rank = dist.get_rank()
+            found = times(over_gloo, cells, largest_of(lambda x: dist.all_reduce(x, dist.ReduceOp.MAX)))
+            dist.destroy_process_group()
+    if rank == 0:
         Path(answer).write_text(json.dumps(found))
+
+
+def own_rank() -> int:
+    """Return the rank of this process in MPI."""
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.rank)
 
 
 def times(

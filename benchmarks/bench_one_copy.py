@@ -1,0 +1,104 @@
+"""Collectives of shared memory that read peers' data in place, against those that copy them into slots first.
+
+    mcr-plus run -n 2 benchmarks/bench_one_copy.py --output results/one-copy_HARDWARE_YYYYMM.md
+
+Sizes are bytes from one rank to another (of all_reduce and broadcast: of the buffer). Both ways take turns in
+every round, whatever `backends/shm/collectives.py` would choose; its limits come from this table. Printed are
+the least microseconds of a call, the median in brackets, and `twice / once`. `huge pages` reads in place with
+buffers on pages of 2 MiB, which the kernel finds faster; the system must allow them (`madvise`).
+"""
+
+from __future__ import annotations
+
+import mmap
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+import harness
+import torch
+from bench_msccl import free_port
+from harness import Call, Output, Rounds
+from mpi4py import MPI
+
+from mcr_plus.backends.shm import collectives_state as words
+from mcr_plus.backends.shm.backend import shape_of
+from mcr_plus.backends.shm.collectives import DirectCollectives, begin_and_advance
+from mcr_plus.backends.shm.queue import WorkQueue
+from mcr_plus.backends.shm.reductions import kernels_for
+from mcr_plus.backends.shm.segment import open_segment
+from mcr_plus.core.c10d import TCPStore
+from mcr_plus.core.group import Group
+from mcr_plus.core.units import format_size, parse_size
+
+KINDS: Final = {
+    "all_reduce": words.ALL_REDUCE,
+    "all_gather": words.ALL_GATHER,
+    "all_to_all": words.ALL_TO_ALL,
+    "broadcast": words.BROADCAST,
+}
+SIZES: Final = "16KiB,32KiB,128KiB,512KiB,1MiB,2MiB,4MiB,16MiB,32MiB,64MiB"
+WAYS: Final = {
+    "once": (words.ASK, False),
+    "twice": (words.NEVER, False),
+    "huge pages": (words.ASK, True),
+}
+HEAD: Final = ["operation", "bytes", *WAYS, "twice / once"]
+
+
+def room(nbytes: int, huge: bool) -> torch.Tensor:
+    """A tensor, on huge pages or not."""
+    if not huge:
+        return torch.ones(nbytes // 4)
+    memory = mmap.mmap(-1, nbytes + (4 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.float32)
+    start = -whole.data_ptr() % (2 << 20) // 4
+    return whole[start : start + nbytes // 4].fill_(1)
+
+
+def candidate(kind: str, nbytes: int, way: str, queue: WorkQueue, collectives: DirectCollectives) -> Call:
+    """One call of a way."""
+    ranks, (sharing, huge) = MPI.COMM_WORLD.size, WAYS[way]
+    state: Any = collectives.bind(KINDS[kind], nbytes // 4, 4, kernels_for(torch.float32, "MAX"))
+    state[words.SHARING] = sharing
+    source = room(nbytes * (ranks if kind == "all_to_all" else 1), huge)
+    target = source if kind in ("all_reduce", "broadcast") else room(nbytes * ranks, huge)
+    begin = queue.bind(*begin_and_advance(), state)
+
+    def call() -> None:
+        poll = begin(source.data_ptr(), target.data_ptr(), None)
+        while not poll():
+            pass
+
+    return call
+
+
+@harness.program
+def main(kinds: str = ",".join(KINDS), sizes: str = SIZES, rounds: Rounds = 9, output: Output = None) -> None:
+    comm = MPI.COMM_WORLD
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", free_port(comm), comm.size, comm.rank == 0)
+    group = Group("bench", tuple(range(comm.size)), comm.rank)
+    segment = open_segment(store, group, shape_of(comm.size), 60)
+    queue, collectives = WorkQueue(), DirectCollectives(segment)
+    rows = []
+    for kind in harness.chosen(kinds.split(","), KINDS, "kind"):
+        for nbytes in map(parse_size, sizes.split(",")):
+            found = {way: candidate(kind, nbytes, way, queue, collectives) for way in WAYS}
+            spent = harness.slowest(
+                found, rounds, comm.Barrier, partial(comm.allreduce, op=MPI.MAX), most=500
+            )
+            least = {way: min(each) for way, each in spent.items()}
+            cells = (f"{least[way]:.1f} ({median(spent[way]):.1f})" for way in WAYS)
+            rows.append([kind, format_size(nbytes), *cells, f"{least['twice'] / least['once']:.2f}"])
+    if comm.rank == 0:
+        harness.show(HEAD, rows, f"{comm.size} ranks, microseconds", width=120)
+        note = f"{comm.size} ranks, microseconds: the least of {rounds} rounds in turns, medians in brackets."
+        title = "Large data in shared memory: read in place, or copied twice"
+        harness.write_table(output, title, comm.size, note, HEAD, rows)
+    comm.Barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -256,6 +256,9 @@ class Channel(ABC):
         """
         return ""
 
+    def withdraw(self) -> None:
+        """Let peers take no more data out of tensors of this rank, as an operation has failed."""
+
     def stop_operations(self) -> bool:
         """Stop operations in flight; return True once the library no longer reads or writes any tensor.
 
@@ -451,6 +454,7 @@ def complete_channel(channel: Any) -> Channel:
 
 _OPTIONAL: Final = (
     "release", "give_up", "gate", "bind_persistent", "silent_failure", "stop_operations", "streams",
+    "withdraw",
 )  # fmt: skip
 
 

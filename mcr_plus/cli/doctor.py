@@ -77,13 +77,16 @@ def _document(
 
 
 def _versions() -> dict[str, str]:
+    from mcr_plus.backends.shm import readable
     from mcr_plus.communicator.fast_calls import why_not  # imports torch
 
+    refused = readable.why_not()
     return {
         "mcr_plus": package_version(),
         "torch": version("torch"),
         "python": platform.python_version(),
         "repeated calls": f"in Python ({reason})" if (reason := why_not()) else "compiled",
+        "large data on a host": f"copied twice ({refused})" if refused else "read in place",
     }
 
 

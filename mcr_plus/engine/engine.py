@@ -429,6 +429,7 @@ class Engine:
             # The library may still write to these tensors, so they are never freed.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
             work.operation.state.unfinished.add(work.operation.signature.backend)
+            work.operation.backend_channel.channel.withdraw()
             if isinstance(error, OperationsDiffer):
                 self.post(work)
                 error = explain_difference(work, error, self.watchdog)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msccl_samples as samples
 import torch
@@ -23,7 +21,7 @@ from mcr_plus.backends.shm.interpreter import Interpreter
 from mcr_plus.backends.shm.queue import WorkQueue
 from mcr_plus.backends.shm.reductions import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
-from mcr_plus.core.c10d import FileStore, Store, TCPStore
+from mcr_plus.core.c10d import PrefixStore, Store, TCPStore
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import FLOATS, INTEGERS, REDUCIBLE, ReduceOp
 from mcr_plus.errors import BackendUnavailable
@@ -65,7 +63,9 @@ class Rank:
 
     def __init__(self, memory: Segment) -> None:
         self.segment, self.me, self.ranks = memory, memory.rank, memory.shape.ranks
-        self.queue, self.direct = WorkQueue(), DirectCollectives(memory, whole=512, streamed=4096)
+        self.queue = WorkQueue()
+        self.direct = DirectCollectives(memory, whole=512, streamed=4096)
+        self.exposing = DirectCollectives(memory, whole=512, streamed=4096, exposed=8)
         ranks = self.ranks
         self.reducing = [samples.ring(ranks), samples.all_pairs(ranks), samples.through_scratch(ranks)]
         everything = (
@@ -85,8 +85,10 @@ class Rank:
         count: int,
         root: int = 0,
         kernels: ReduceKernels | None = None,
+        exposes: bool = False,
     ) -> None:
-        state = self.direct.bind(kind, count, source.element_size(), kernels or ReduceKernels(), root)
+        collectives = self.exposing if exposes else self.direct
+        state = collectives.bind(kind, count, source.element_size(), kernels or ReduceKernels(), root)
         wait(self.queue.bind(*begin_and_advance(), state)(source.data_ptr(), target.data_ptr(), None))
 
     def run(
@@ -116,7 +118,7 @@ class Rank:
             "reduce_scatter": ["scattering"],
             "broadcast": ["chain"],
         }
-        return ["direct", *names.get(kind, [])]
+        return ["direct", "exposed", *names.get(kind, [])]
 
     def do(
         self,
@@ -130,8 +132,8 @@ class Rank:
         kernels: ReduceKernels | None = None,
         in_place: bool = False,
     ) -> None:
-        if way == "direct":
-            self.run_direct(KINDS[kind], source, target, count, root, kernels)
+        if way in ("direct", "exposed"):
+            self.run_direct(KINDS[kind], source, target, count, root, kernels, way == "exposed")
         else:
             self.run(way, source, target, count, root, kernels, in_place)
 
@@ -277,6 +279,7 @@ def every_dtype(rank: Rank) -> Iterator[str]:
             for nan in {False, dtype.is_floating_point}:
                 yield from one(rank, way, "all_reduce", 203, seed=seed, dtype=dtype, op=op, nan=nan)
         yield from one(rank, "direct", "reduce_scatter", 131, seed=seed, dtype=dtype, op=op)
+        yield from one(rank, "exposed", "all_reduce", 4099, seed=seed, dtype=dtype, op=op)
 
 
 def many_in_a_row(rank: Rank) -> Iterator[str]:
@@ -355,18 +358,20 @@ def left_behind() -> list[str]:
     return lasting(lambda: [str(path) for path, _, _ in segment._files()])
 
 
-def _be_killed(folder: str, me: int, ranks: int) -> None:
+def _be_killed(port: int, trial: int, me: int, ranks: int) -> None:
     """Run operations until a peer is gone."""
     group = Group("g", tuple(range(ranks)), me)
-    store: Any = FileStore(str(Path(folder) / "store"), ranks)
-    store.set_timeout(timedelta(seconds=0.5))
-    memory = open_segment(store, group, small(ranks), 0.5)
+    # Not a `FileStore`: its readers wait without end for the rest of a record whose writer was killed.
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=0.5), wait_for_workers=False)
+    memory = open_segment(PrefixStore(str(trial), store), group, small(ranks), 0.5)
     queue, value = WorkQueue(), torch.ones(2000)
     kernels, at = kernels_for(torch.float32, "MAX"), value.data_ptr()
     whole = DirectCollectives(memory).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
+    exposing = DirectCollectives(memory, exposed=8).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
-        wait(queue.bind(*begin_and_advance(), whole)(at, at, None), 0.2)
+        for state in (whole, exposing):
+            wait(queue.bind(*begin_and_advance(), state)(at, at, None), 0.2)
         wait(queue.bind(interpreter_kernels.begin, interpreter_kernels.advance, ring)(at, at, None), 0.2)
 
 
@@ -377,31 +382,31 @@ def killed(times: int, ranks: int = 3) -> list[str]:
     interpreter_kernels.prepare()
     kernels_for(torch.float32, "MAX")
     chance, problems = random.Random(11), []
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for trial in range(times):
-        with tempfile.TemporaryDirectory() as folder:
-            children = [_forked(_be_killed, folder, me, ranks) for me in range(ranks)]
-            time.sleep(chance.choice([0.0, 0.002, 0.02, 0.1]) + chance.uniform(0, 0.01))
-            victim = chance.choice(children)
-            os.kill(victim, signal.SIGKILL)
-            deadline = time.monotonic() + 30
-            alive = set(children)
-            while alive and time.monotonic() < deadline:
-                alive -= {child for child in alive if os.waitpid(child, os.WNOHANG)[0]}
-                time.sleep(0.002)
-            for child in alive:
-                problems.append(f"trial {trial}: a survivor hangs")
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+        children = [_forked(_be_killed, server.port, trial, me, ranks) for me in range(ranks)]
+        time.sleep(chance.choice([0.0, 0.002, 0.02, 0.1]) + chance.uniform(0, 0.01))
+        victim = chance.choice(children)
+        os.kill(victim, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        alive = set(children)
+        while alive and time.monotonic() < deadline:
+            alive -= {child for child in alive if os.waitpid(child, os.WNOHANG)[0]}
+            time.sleep(0.002)
+        for child in alive:
+            problems.append(f"trial {trial}: a survivor hangs")
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     segment.remove_stale()
     return [*problems, *left_behind()]
 
 
-def _forked(function: Callable[[str, int, int], None], folder: str, me: int, ranks: int) -> int:
+def _forked(function: Callable[..., None], *arguments: object) -> int:
     child = os.fork()
     if child:
         return child
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
-        function(folder, me, ranks)
+        function(*arguments)
     finally:
         os._exit(1)

@@ -51,10 +51,13 @@ def _of_integers(arguments: int, returns: bool, emit: Callable[[Any, Any], Any])
     def three(typing_context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001
         return build()
 
+    def four(typing_context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:  # noqa: ARG001
+        return build()
+
     def five(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:  # noqa: ARG001
         return build()
 
-    chosen: Any = {0: none, 1: one, 2: two, 3: three, 5: five}[arguments]
+    chosen: Any = (none, one, two, three, four, five)[arguments]
     return _numba.extending.intrinsic(chosen)
 
 
@@ -111,6 +114,21 @@ def _emit_differs(builder: Any, args: Any) -> Any:
     return builder.zext(builder.icmp_signed("!=", found, ir.Constant(_I32, 0)), _I64)
 
 
+def _emit_remote_read(builder: Any, args: Any) -> Any:
+    process, target, source, nbytes = args
+    ranges = []
+    for address in (target, source):
+        found = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # an iovec
+        builder.store(address, cgutils.gep_inbounds(builder, found, 0, 0))
+        builder.store(nbytes, cgutils.gep_inbounds(builder, found, 0, 1))
+        ranges.append(found)
+    one, pointer = ir.Constant(_I64, 1), ranges[0].type
+    kind = ir.FunctionType(_I64, [_I32, pointer, _I64, pointer, _I64, _I64])
+    function = cgutils.get_or_insert_function(builder.module, kind, "process_vm_readv")
+    number = builder.trunc(process, _I32)
+    return builder.call(function, [number, ranges[0], one, ranges[1], one, ir.Constant(_I64, 0)])
+
+
 def _emit_call(builder: Any, args: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
     builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
@@ -153,6 +171,11 @@ clock: Final = _of_integers(0, True, _emit_clock)
 """`clock() -> nanoseconds`, of the monotonic clock."""
 copy: Final = _of_integers(3, False, _emit_copy)
 """`copy(target, source, nbytes)` by the C library; the two may not overlap."""
+remote_read: Final = _of_integers(4, True, _emit_remote_read)
+"""`remote_read(process, target, source, nbytes) -> nbytes`, or less on failure: copy from a process's memory.
+
+See process_vm_readv(2). The calling process needs the right to trace the other one.
+"""
 differs: Final = _of_integers(3, True, _emit_differs)
 """`differs(a, b, nbytes) -> 1` or 0, by the C library."""
 stream: Final = _of_integers(2, False, _emit_stream)

@@ -15,13 +15,14 @@ from mcr_plus.backends.shm.collectives import (
     addresses,
     begin_and_advance,
     mismatch,
+    unreadable,
 )
 from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reductions import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
 from mcr_plus.core.environment import package_version
 from mcr_plus.core.kinds import IN_PLACE, KINDS, MESSAGES, REDUCING, VECTOR, Kind, collective
-from mcr_plus.errors import AlgorithmError, OperationsDiffer, OrderMismatch
+from mcr_plus.errors import AlgorithmError, BackendError, OperationsDiffer, OrderMismatch
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.msccl import channels
 
@@ -51,7 +52,7 @@ _MOST_RANKS: Final = 128  # the memory grows with the square of this
 # another process. Larger slots mean fewer waits, but slots above 2 MiB do not fit the caches.
 _AREA: Final = 2 << 20
 _IN_THREAD: Final = 768 << 10  # bytes above which asynchronous operations run in the thread
-_NATIVE: Final = 64 << 10  # most bytes of an operation that may hold the GIL
+_NATIVE: Final = 1 << 20  # most bytes of an operation that may hold the GIL
 _SPINS: Final = 20  # per poll, which makes a poll as long as an MPI poll; the engine sets the number of polls
 _YIELDS: Final = 4
 _AREAS: Final = 24 << 20  # bytes for all ranks
@@ -60,6 +61,7 @@ _DEPTH: Final = 4
 _SLOT: Final = 128 << 10
 _SLOTS: Final = 16 << 20  # bytes for all queues
 _LEAST_SLOT: Final = 256  # bytes
+_UNREADABLE_S: Final = 5.0  # s in which the engine notices that a peer has died or has given up
 _PATIENCE_S: Final = 0.25  # s before a mismatch is reported without the description of the peer's operation
 
 
@@ -154,7 +156,7 @@ class MscclBackend(Backend):
         bells = self._world.bells
         table = 0 if bells is None else bells.table
         store = self._world.store_of(group)
-        segment = open_segment(store, group, _shape(group.size), self._world.timeout, table)
+        segment = open_segment(store, group, shape_of(group.size), self._world.timeout, table)
         channel = SharedMemoryChannel(segment, group, self._channels, self._world)
         self._channels.append(channel)
         return channel
@@ -179,7 +181,7 @@ def _too_large(signature: Signature) -> str:
     from mcr_plus.msccl import catalog
 
     try:
-        most, slot = catalog.algorithm_of(signature).largest_step, _shape(signature.ranks).slot
+        most, slot = catalog.algorithm_of(signature).largest_step, shape_of(signature.ranks).slot
     except AlgorithmError as error:
         return str(error)
     if most * 64 <= slot:
@@ -189,7 +191,8 @@ def _too_large(signature: Signature) -> str:
     )
 
 
-def _shape(ranks: int) -> Shape:
+def shape_of(ranks: int) -> Shape:
+    """Return the sizes of the shared memory of a group."""
     unit = 64 * ranks
     queues = _MESSAGES + channels(ranks)
     slots = ranks * (ranks - 1) * queues * _DEPTH
@@ -234,6 +237,7 @@ class SharedMemoryChannel(Channel):
         # for milliseconds.
         self._yields = _YIELDS if world.oversubscribed else 0
         self._collectives = DirectCollectives(segment, spins=_SPINS, yields=self._yields)
+        self._unreadable_since = 0.0
         self._p2p: PointToPoint | None = None  # until the first message is bound
 
     def bind(self, signature: Signature) -> Start:
@@ -255,9 +259,21 @@ class SharedMemoryChannel(Channel):
             return begin(source, target, (message.inputs, message.outputs))
 
         if not signature.async_op and (signature.nbytes or 0) <= _NATIVE:
-            native = partial(self._queue.native, *begin_and_advance(), state)
+            native = partial(self._queue.native, *begin_and_advance(), state, check=self._check)
             start.native = lambda: native(addresses())  # type: ignore[attr-defined]
         return start
+
+    def _check(self, state: Any) -> None:
+        """Raise an error if a peer cannot be read, unless the engine soon has a better one."""
+        rank = unreadable(state)
+        if rank is None:
+            return
+        now = monotonic()
+        self._unreadable_since = self._unreadable_since or now
+        if now - self._unreadable_since > _UNREADABLE_S:
+            raise BackendError(
+                f"{self._group.named(rank)} has withdrawn the operation, or its memory can no longer be read"
+            )
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
         """See `Channel`. Message headers say whether a message carries checksums."""
@@ -300,7 +316,7 @@ class SharedMemoryChannel(Channel):
         """Return the start of operations of a state; the work queue calls `begin` and `advance` in order."""
         # Smaller operations end before the thread could wake up.
         in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
-        return self._queue.bind(begin, advance, state, in_thread=in_thread)
+        return self._queue.bind(begin, advance, state, in_thread=in_thread, check=self._check)
 
     def _bind_algorithm(self, signature: Signature) -> Start:
         from mcr_plus.backends.shm import interpreter_kernels  # imported here: most tables name no algorithm
@@ -349,6 +365,7 @@ class SharedMemoryChannel(Channel):
         pattern = self._collectives.bind(_KERNELS[signature.kind], 0, width, kernels, tag=tag)
         parts = kernels.parts
         group, queue, of_sizes = self._group, self._queue, self._collectives.of_sizes
+        move = begin_and_advance()
 
         def start(message: Message) -> Poll:
             sent, expected = message.flows(group.rank)
@@ -358,7 +375,7 @@ class SharedMemoryChannel(Channel):
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
             large = async_op and width * max(sum(sent), sum(expected)) > _IN_THREAD
-            begin = queue.bind(*begin_and_advance(), state, in_thread=large)
+            begin = queue.bind(*move, state, in_thread=large, check=self._check)
             poll = begin(source, target, (message.inputs, message.outputs))
             return _Uneven(poll, state, message, group, parts)
 
@@ -371,15 +388,21 @@ class SharedMemoryChannel(Channel):
             if self._p2p is not None:
                 self._p2p.progress()
 
+    def withdraw(self) -> None:
+        """See `Channel`."""
+        self._collectives.withdraw()
+
     def stop_operations(self) -> bool:
         """See `Channel`."""
         self._queue.stop()
+        self.withdraw()
         return True
 
     def end(self) -> None:
         """Stop. Pending operations keep their memory, since the process is about to end."""
         self._closed = True
         self._queue.close()
+        self.withdraw()
 
     def close(self) -> None:
         """See `Channel`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -15,14 +17,18 @@ from mcr_plus.backends.shm.collectives_state import (
     ALL_REDUCE_WHOLE,
     ALL_TO_ALL,
     BARRIER,
+    BROADCAST,
+    CHUNK,
     EXCHANGE,
     GATHER,
     REDUCE_SCATTER,
     REDUCE_SCATTER_V,
     SCATTER,
+    SHARE,
     UNEVEN,
 )
 from mcr_plus.backends.shm.reductions import ReduceKernels
+from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.kernels.images import c_kernel, has_image, image
 
@@ -35,6 +41,18 @@ if TYPE_CHECKING:
 _KERNELS: Final = "mcr_plus.backends.shm.collectives_kernels"
 _C_FUNCTIONS: Final = ("begin_at", "advance_at")
 _NOTHING: Final = ReduceKernels()
+# Bytes to one rank that peers read in place: a system call costs less than a second copy of more, but the
+# kernel needs 0.1 to 0.5 µs to find a page, and does not bypass the caches.
+_EXPOSED: Final = {
+    ALL_GATHER: (16 << 10, 16 << 20),
+    ALL_REDUCE: (2 << 20, 16 << 20),
+    ALL_TO_ALL: (16 << 10, 8 << 20),
+    BROADCAST: (32 << 10, 1 << 20),
+    EXCHANGE: (16 << 10, 8 << 20),
+    GATHER: (16 << 10, 16 << 20),
+    SCATTER: (16 << 10, 16 << 20),
+    SHARE: (16 << 10, 16 << 20),
+}
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
 
@@ -43,7 +61,8 @@ class DirectCollectives:
 
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
     `advance`, spinning and yielding, before it returns. `whole`: size in bytes up to which every rank reduces
-    all data. `streamed`: size in bytes above which results bypass the caches.
+    all data. `streamed`: size in bytes above which results bypass the caches. `exposed`: least bytes to
+    one rank that peers read in this process's memory, if they can (`readable`).
     """
 
     def __init__(
@@ -54,8 +73,10 @@ class DirectCollectives:
         yields: int = 4,
         whole: int = 8192,
         streamed: int = 8 << 20,
+        exposed: int = 1 << 60,
     ) -> None:
         self._segment = segment
+        self._exposed, self._bounce = exposed, np.empty(CHUNK, np.uint8)
         self._spins, self._yields = spins, yields
         self._whole, self._streamed = min(whole, segment.shape.area), streamed
 
@@ -115,10 +136,20 @@ class DirectCollectives:
             words.AGREED: kind not in UNEVEN,
             words.TAG: tag,
             words.BELLS: self._segment.bells,
+            words.SHARING: self._sharing(kind, count * width),
+            words.PROCESS: os.getpid(),  # the one that peers have probed, unless it was forked
+            words.BOUNCE: self._bounce.ctypes.data,
         }
         for word, value in settings.items():
             state[word] = value
         return state
+
+    def _sharing(self, kind: int, nbytes: int) -> int:
+        """Return how operations of a kind decide whether peers read this rank's data in its memory."""
+        if kind not in _EXPOSED or not self._segment.probe:
+            return words.NEVER
+        least, most = _EXPOSED[kind]
+        return words.ASK if min(least, self._exposed) <= nbytes <= most else words.NEVER
 
     def of_sizes(self, pattern: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
         """Return the state of one operation; `sent`, `expected`: elements to each rank and from each rank.
@@ -131,8 +162,25 @@ class DirectCollectives:
         state[words.WORDS : words.WORDS + ranks] = sent
         state[words.WORDS + ranks :] = expected
         state[words.SLICES] = max(1, -(-max(sent) // int(state[words.SLICE])))
-        state[words.STREAMS] = sum(expected) * int(state[words.WIDTH]) >= self._streamed
+        kind, width = int(state[words.KIND]), int(state[words.WIDTH])
+        state[words.STREAMS] = sum(expected) * width >= self._streamed
+        state[words.COUNT] = sum(sent) if kind == EXCHANGE else max(sent)
+        state[words.SHARING] = self._sharing(kind, max(sent) * width)
         return state
+
+    def withdraw(self) -> None:
+        """Make peers take no more data in this process's memory; what they have not taken is lost."""
+        base, shape = self._segment.base, self._segment.shape
+        first = base + shape.lines + self._segment.rank * LINE + words.TAGS_AT
+        for at in range(first, first + 8 * shape.ring, 8) if base else ():
+            tag = ctypes.c_int64.from_address(at)
+            if tag.value & words.EXPOSED:
+                tag.value = 0
+
+
+def unreadable(state: Any) -> int | None:
+    """Return a rank whose memory could not be read in an operation, which never ends then."""
+    return int(state[words.UNREADABLE]) - 1 if state[words.UNREADABLE] else None
 
 
 def mismatch(state: Any) -> tuple[int, int] | None:

@@ -12,6 +12,10 @@ this rank writes; they count slices since the creation of the segment, so that o
 follow each other without synchronisation. Each part is reduced by one rank, or in rank order, so all ranks
 get the same bits.
 
+A rank whose memory all peers can read may expose its data: it puts addresses into the slot, and peers copy
+from there (decision 62). An all_reduce then leaves the sums of a part in the target of the rank that reduces
+it. Operations that expose data end when all peers have taken them.
+
 If sizes differ between ranks, the number of slices is unknown at first. Then each slot begins with a header:
 the rank's number of slices, and the number of elements for each other rank. All ranks continue to the largest
 number of slices. A rank that receives an unexpected count discards the data, and `collectives.mismatch`
@@ -45,15 +49,16 @@ from mcr_plus.backends.shm.collectives_state import (
     ALL_REDUCE,
     ALL_REDUCE_WHOLE,
     ALL_TO_ALL,
-    AREA,
-    AREAS,
     BASE,
     BELLS,
+    BOUNCE,
     BROADCAST,
+    CHUNK,
     COMBINE,
     COUNT,
     DIVIDE,
     EXCHANGE,
+    EXPOSES,
     GATHER,
     GIVEN,
     HEADER,
@@ -61,98 +66,55 @@ from mcr_plus.backends.shm.collectives_state import (
     KNOWN_AT,
     LINES,
     MISMATCH,
+    NEVER,
     PUT,
-    PUT_AT,
     RANK,
     RANKS,
     REDUCE,
     REDUCE_SCATTER,
     REDUCE_SCATTER_V,
     REDUCED,
-    REDUCED_AT,
-    RING,
     ROOT,
     SCATTER,
     SHARE,
+    SHARING,
     SLICE,
     SLICES,
     SOURCE,
     SPINS,
     STREAMS,
-    TAG,
-    TAGS_AT,
     TAKEN,
     TAKEN_AT,
     TARGET,
     UNEVEN,
+    UNREADABLE,
     WIDTH,
     WORDS,
     YIELDS,
 )
 from mcr_plus.backends.shm.segment import LINE
+from mcr_plus.backends.shm.slice_kernels import (
+    all_put,
+    block_of,
+    bounds_of,
+    expose,
+    has_ended,
+    has_put,
+    has_reduced,
+    has_taken,
+    is_exposed,
+    may_expose,
+    may_put_next,
+    may_reduce_next,
+    may_take_next,
+    read_exposed,
+    slot_of,
+)
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.cpu import compiled, linked
 
 _numba: Any = numba  # partly annotated, which type checkers report
 _types: Any = _numba.types
-
-
-@compiled
-def all_reached(state, offset, count):  # type: ignore[no-untyped-def]
-    """Return whether the counter at `offset` of every other rank's line is at least `count`."""
-    lines = state[LINES]
-    for rank in range(state[RANKS]):
-        if rank != state[RANK] and load_acquire(lines + rank * LINE + offset) < count:
-            return False
-    return True
-
-
-@compiled
-def all_put(state, index):  # type: ignore[no-untyped-def]
-    """Return whether every other rank has put slice `index` for the same operation.
-
-    A slice of another operation is never taken, so mismatched operations stay pending.
-    """
-    lines, ring, number = state[LINES], state[RING], state[BASE] + index
-    for rank in range(state[RANKS]):
-        line = lines + rank * LINE
-        if rank != state[RANK] and (
-            load_acquire(line + PUT_AT) <= number
-            or load_acquire(line + TAGS_AT + number % ring * 8) != state[TAG]
-        ):
-            return False
-    return True
-
-
-@compiled
-def slot_of(state, rank, slice_number):  # type: ignore[no-untyped-def]
-    """Return the address of a rank's slot for a slice of this operation."""
-    ring = state[RING]
-    return state[AREAS] + (rank * ring + (state[BASE] + slice_number) % ring) * state[AREA]
-
-
-@compiled
-def bounds_of(state, rank, elements):  # type: ignore[no-untyped-def]
-    """Return the first element of a rank's part of a slice, and the number of elements.
-
-    Parts are whole cache lines, so that ranks never write to the same line.
-    """
-    ranks, line = state[RANKS], 64 // state[WIDTH]
-    part = (elements + ranks * line - 1) // (ranks * line) * line
-    low = min(rank * part, elements)
-    return low, min((rank + 1) * part, elements) - low
-
-
-@compiled
-def block_of(state, rank, index):  # type: ignore[no-untyped-def]
-    """Return the address of a slice of the block from a rank to this rank: in a slot, or in our source."""
-    me, width = state[RANK], state[WIDTH]
-    exchanged = state[KIND] == ALL_TO_ALL
-    if rank != me:
-        skip = me * state[SLICE] * width if exchanged else np.int64(0)
-        return slot_of(state, rank, index) + skip
-    skip = me * state[COUNT] * width if exchanged else np.int64(0)
-    return state[SOURCE] + index * state[SLICE] * width + skip
 
 
 @linked
@@ -168,6 +130,9 @@ def _put_uneven(state, index):  # type: ignore[no-untyped-def]
     store_release(slot, state[SLICES])
     for rank in range(ranks):
         store_release(slot + 8 * (1 + rank), state[WORDS + rank])
+    if state[EXPOSES]:
+        expose(state, index)
+        return
     slot += state[HEADER]
     if state[KIND] == SHARE:
         most = 0
@@ -199,24 +164,34 @@ def _agree(state):  # type: ignore[no-untyped-def]
 
 @linked
 def _take_uneven(state, index):  # type: ignore[no-untyped-def]
-    """Copy a slice of every rank's data for this rank; this rank's own part comes from the source."""
+    """Copy a slice of every rank's data for this rank; this rank's own part comes from the source.
+
+    Return False if the memory of a rank cannot be read.
+    """
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     skip = index * state[SLICE] * width
     target = state[TARGET] + skip
     for rank in range(ranks):
         expected = state[WORDS + ranks + rank]
-        if rank != me:
-            at = slot_of(state, rank, index) + state[HEADER]
-            if state[KIND] == EXCHANGE:
-                at += me * state[SLICE] * width
+        nbytes = _left(state, expected, index) * width
+        slot, first = slot_of(state, rank, index), skip
+        if state[KIND] == EXCHANGE:
+            for before in range(me):
+                sent = state[WORDS + before] if rank == me else load_acquire(slot + 8 * (1 + before))
+                first += sent * width
+        if rank != me and is_exposed(state, rank, index):
+            if nbytes and not read_exposed(state, rank, index, 1, first, target, nbytes):
+                return False
         else:
-            at = state[SOURCE] + skip
-            if state[KIND] == EXCHANGE:
-                for before in range(me):
-                    at += state[WORDS + before] * width
-        if at != target:
-            _deliver(state, target, at, _left(state, expected, index) * width)
+            at = state[SOURCE] + first
+            if rank != me:
+                at = slot + state[HEADER]
+                if state[KIND] == EXCHANGE:
+                    at += me * state[SLICE] * width
+            if at != target:
+                _deliver(state, target, at, nbytes)
         target += expected * width
+    return True
 
 
 @linked
@@ -238,10 +213,24 @@ def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _put_and_keep(state, slot, source, first, nbytes):  # type: ignore[no-untyped-def]
+    """Copy into the slot, and to this rank's own block while the caches hold the data."""
+    own = state[TARGET] + (state[RANK] * state[COUNT] + first) * state[WIDTH]
+    for low in range(0, nbytes, CHUNK):
+        size = min(CHUNK, nbytes - low)
+        copy(slot + low, source + low, size)
+        if source != own:
+            _deliver(state, own + low, source + low, size)
+
+
+@linked
 def _put(state, index):  # type: ignore[no-untyped-def]
     kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
     if kind in UNEVEN:
         _put_uneven(state, index)
+        return
+    if state[EXPOSES]:
+        expose(state, index)
         return
     first = index * state[SLICE]
     elements = min(state[SLICE], state[COUNT] - first)
@@ -257,6 +246,8 @@ def _put(state, index):  # type: ignore[no-untyped-def]
             if rank != me:
                 at = source + (rank * block + first) * width
                 copy(slot + rank * state[SLICE] * width, at, elements * width)
+    elif kind == ALL_GATHER and state[STREAMS]:
+        _put_and_keep(state, slot, source + first * width, first, elements * width)
     elif (
         kind in (ALL_GATHER, ALL_REDUCE_WHOLE)
         or (kind == BROADCAST and me == state[ROOT])
@@ -266,13 +257,36 @@ def _put(state, index):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _reduce_parts(state, index, result, left, at, skip, elements):  # type: ignore[no-untyped-def]
+    """Combine `left` with the parts of peers: at `at` in slots, at `skip` in sources that are exposed."""
+    combine, divide, width = state[COMBINE], state[DIVIDE], state[WIDTH]
+    step = CHUNK // width
+    for low in range(0, elements, step):
+        offset, size = low * width, min(step, elements - low)
+        own = left + offset
+        for rank in range(state[RANKS]):
+            if rank != state[RANK]:
+                other = slot_of(state, rank, index) + at + offset
+                if is_exposed(state, rank, index):
+                    other = state[BOUNCE]
+                    if not read_exposed(state, rank, index, 1, skip + offset, other, size * width):
+                        return False
+                call(combine, result + offset, own, other, size)
+                own = result + offset
+        if divide:
+            call(divide, own, own, state[RANKS], size)
+    return True
+
+
+@linked
 def _reduce(state, index):  # type: ignore[no-untyped-def]
+    """Reduce this rank's part of a slice; return False if the memory of a rank cannot be read."""
     kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
     combine, divide = state[COMBINE], state[DIVIDE]
     if kind == REDUCE_SCATTER_V:
         if not state[MISMATCH]:
             _reduce_uneven(state, index)
-        return
+        return True
     first = index * state[SLICE]
     elements = min(state[SLICE], state[COUNT] - first)
     if kind == ALL_REDUCE_WHOLE:
@@ -282,22 +296,16 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
             call(combine, target, target, slot_of(state, rank, index), elements)
         if divide:
             call(divide, target, target, ranks, elements)
-        return
+        return True
     if kind == REDUCE_SCATTER:
-        left = state[SOURCE] + (me * state[COUNT] + first) * width
-        result = state[TARGET] + first * width
-        at, size = me * state[SLICE] * width, elements
+        skip = (me * state[COUNT] + first) * width
+        result, at, size = state[TARGET] + first * width, me * state[SLICE] * width, elements
     else:
         low, size = bounds_of(state, me, elements)
-        left, at = state[SOURCE] + (first + low) * width, low * width
-        result = slot_of(state, me, index) + at
-    if size > 0:
-        for rank in range(ranks):
-            if rank != me:
-                call(combine, result, left, slot_of(state, rank, index) + at, size)
-                left = result
-        if divide:
-            call(divide, result, result, ranks, size)
+        skip, at = (first + low) * width, low * width
+        # Peers read this rank's part in neither phase but from here.
+        result = state[TARGET] + skip if state[EXPOSES] else slot_of(state, me, index) + at
+    return _reduce_parts(state, index, result, state[SOURCE] + skip, at, skip, size)
 
 
 @linked
@@ -315,107 +323,51 @@ def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
 
 
 @linked
-def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def]
-    """Copy every rank's part of a reduced slice."""
-    width = state[WIDTH]
-    for rank in range(state[RANKS]):
-        low, size = bounds_of(state, rank, elements)
-        if size > 0:
-            at = slot_of(state, rank, index) + low * width
-            _deliver(state, state[TARGET] + (first + low) * width, at, size * width)
+def _receive(state, rank, index, target, at, word, skip, nbytes):  # type: ignore[no-untyped-def]
+    """Copy data of a rank: at `at`, or at `skip` in the buffer of `word` if it exposes them.
 
-
-@linked
-def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
-    """Copy a slice of every rank's block; this rank's own block comes from the source."""
-    width = state[WIDTH]
-    for rank in range(state[RANKS]):
-        target, at = state[TARGET] + (rank * state[COUNT] + first) * width, block_of(state, rank, index)
-        if at != target:
-            _deliver(state, target, at, elements * width)
+    Return False if its memory cannot be read.
+    """
+    if rank != state[RANK] and is_exposed(state, rank, index):
+        return read_exposed(state, rank, index, word, skip, target, nbytes)
+    if at != target:
+        _deliver(state, target, at, nbytes)
+    return True
 
 
 @linked
 def _take(state, index):  # type: ignore[no-untyped-def]
+    """Copy a slice of results; return False if the memory of a rank cannot be read."""
     kind, me, width, root = state[KIND], state[RANK], state[WIDTH], state[ROOT]
     if kind in UNEVEN:
-        if kind != REDUCE_SCATTER_V and not state[MISMATCH]:
-            _take_uneven(state, index)
-        return
+        return kind == REDUCE_SCATTER_V or state[MISMATCH] != 0 or _take_uneven(state, index)
     first = index * state[SLICE]
     elements = min(state[SLICE], state[COUNT] - first)
-    target = state[TARGET] + first * width
+    skip, nbytes = first * width, elements * width
+    target = state[TARGET] + skip
     if kind == ALL_REDUCE or (kind == REDUCE and me == root):
-        _take_reduced(state, index, first, elements)
+        for rank in range(state[RANKS]):
+            low, size = bounds_of(state, rank, elements)
+            if size > 0 and not (rank == me and state[EXPOSES]):
+                at, low = slot_of(state, rank, index) + low * width, low * width
+                if not _receive(state, rank, index, target + low, at, 2, skip + low, size * width):
+                    return False
     elif kind in (ALL_GATHER, ALL_TO_ALL) or (kind == GATHER and me == root):
-        _take_blocks(state, index, first, elements)
+        block = state[COUNT] * width
+        for rank in range(state[RANKS]):
+            if rank == me and kind == ALL_GATHER and state[STREAMS] and not state[EXPOSES]:
+                continue  # copied by `_put_and_keep`
+            theirs = skip + (me * block if kind == ALL_TO_ALL else 0)
+            at = block_of(state, rank, index)
+            if not _receive(state, rank, index, target + rank * block, at, 1, theirs, nbytes):
+                return False
     elif kind == BROADCAST and me != root:
-        _deliver(state, target, slot_of(state, root, index), elements * width)
-    elif kind == SCATTER and me != root:
-        skip = me * state[SLICE] * width
-        _deliver(state, target, slot_of(state, root, index) + skip, elements * width)
+        return _receive(state, root, index, target, slot_of(state, root, index), 1, skip, nbytes)
     elif kind == SCATTER:
-        own = state[SOURCE] + (me * state[COUNT] + first) * width
-        if own != target:
-            _deliver(state, target, own, elements * width)
-
-
-@compiled
-def may_put(state, count):  # type: ignore[no-untyped-def]
-    """Return whether all ranks have taken `count` slices; usually known without reading their lines."""
-    if load_acquire(state[LINES] + state[RANK] * LINE + KNOWN_AT) >= count:
-        return True
-    return all_reached(state, np.int64(TAKEN_AT), count)
-
-
-@compiled
-def may_put_next(state):  # type: ignore[no-untyped-def]
-    """Return whether the next slice may be put."""
-    put, ring = state[PUT], state[RING]
-    return put < state[SLICES] and put < state[TAKEN] + ring and may_put(state, state[BASE] + put + 1 - ring)
-
-
-@compiled
-def has_put(state):  # type: ignore[no-untyped-def]
-    """Publish that the next slice has been put."""
-    line, number = state[LINES] + state[RANK] * LINE, state[BASE] + state[PUT]
-    store_release(line + TAGS_AT + number % state[RING] * 8, state[TAG])
-    state[PUT] += 1
-    store_release(line + PUT_AT, number + 1)
-
-
-@compiled
-def may_reduce_next(state):  # type: ignore[no-untyped-def]
-    """Return whether the next slice may be reduced; False for kinds without a reduction."""
-    kind, reduced = state[KIND], state[REDUCED]
-    reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE)
-    return reduces and reduced < state[PUT] and all_put(state, reduced)
-
-
-@compiled
-def has_reduced(state):  # type: ignore[no-untyped-def]
-    """Publish that the next slice has been reduced, if peers take the sums."""
-    state[REDUCED] += 1
-    if state[KIND] in (ALL_REDUCE, REDUCE):
-        store_release(state[LINES] + state[RANK] * LINE + REDUCED_AT, state[BASE] + state[REDUCED])
-
-
-@compiled
-def may_take_next(state):  # type: ignore[no-untyped-def]
-    """Return whether the next slice may be taken."""
-    kind, taken = state[KIND], state[TAKEN]
-    if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE):
-        return taken < state[REDUCED]
-    if kind in (ALL_REDUCE, REDUCE):
-        return taken < state[REDUCED] and all_reached(state, np.int64(REDUCED_AT), state[BASE] + taken + 1)
-    return taken < state[PUT] and all_put(state, taken)
-
-
-@compiled
-def has_taken(state):  # type: ignore[no-untyped-def]
-    """Publish that the next slice has been taken."""
-    state[TAKEN] += 1
-    store_release(state[LINES] + state[RANK] * LINE + TAKEN_AT, state[BASE] + state[TAKEN])
+        theirs = me * state[COUNT] * width + skip
+        at = slot_of(state, root, index) + me * state[SLICE] * width if me != root else state[SOURCE] + theirs
+        return _receive(state, root, index, target, at, 1, theirs, nbytes)
+    return True
 
 
 @linked
@@ -432,11 +384,11 @@ def _step(state):  # type: ignore[no-untyped-def]
         _agree(state)
         moved = True
     if may_reduce_next(state):
-        _reduce(state, state[REDUCED])
+        if not _reduce(state, state[REDUCED]):
+            return moved
         has_reduced(state)
         moved = True
-    if may_take_next(state):
-        _take(state, state[TAKEN])
+    if may_take_next(state) and _take(state, state[TAKEN]):
         has_taken(state)
         moved = True
     return moved
@@ -446,8 +398,8 @@ def _step(state):  # type: ignore[no-untyped-def]
 def advance(state, patient):  # type: ignore[no-untyped-def]
     """Advance as far as possible; return 1 once done, otherwise 0 (after microseconds if `patient`)."""
     spins = yields = 0
-    while state[TAKEN] < state[SLICES] or not state[AGREED]:
-        if _step(state):
+    while not has_ended(state):
+        if not state[UNREADABLE] and _step(state):
             ring(state[BELLS])
             spins = 0
         elif patient and spins < state[SPINS]:
@@ -471,7 +423,8 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     # At the end of an operation this rank has taken all slices that were put.
     state[BASE] = load_acquire(state[LINES] + state[RANK] * LINE + TAKEN_AT)
     state[PUT] = state[REDUCED] = state[TAKEN] = 0
-    state[MISMATCH] = 0
+    state[MISMATCH] = state[UNREADABLE] = 0
+    state[EXPOSES] = state[SHARING] != NEVER and may_expose(state, source, target)
     state[SOURCE] = source
     state[TARGET] = target
     return advance(state, np.int64(1))  # int64, since numba would compile `advance` again for a literal

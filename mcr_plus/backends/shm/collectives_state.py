@@ -49,10 +49,21 @@ MISMATCH: Final = 25  # 1 + a rank that sends an unexpected count
 TAG: Final = 26  # tag of the operation, equal on all ranks
 BELLS: Final = 27
 GIVEN: Final = 28  # elements that the rank of `MISMATCH` sends to this rank
-WORDS: Final = 29  # for uneven sizes, followed by elements for and from each rank
+SHARING: Final = 29  # NEVER, ALWAYS, or ASK for the verdicts of peers at the next operation
+EXPOSES: Final = 30  # flag: peers read the data of this operation from this process's memory
+UNREADABLE: Final = 31  # 1 + a rank whose memory could not be read in this operation
+PROCESS: Final = 32  # of this rank
+BOUNCE: Final = 33  # address of `CHUNK` bytes for data that is reduced
+WORDS: Final = 34  # for uneven sizes, followed by elements for and from each rank
 
 PUT_AT: Final = 0  # offsets in a rank's line
 REDUCED_AT: Final = 8
 TAKEN_AT: Final = 16
-TAGS_AT: Final = 24  # for each slot of the ring, the tag of its operation
-KNOWN_AT: Final = 64  # slices known to be taken by all peers; on a cache line that peers do not read
+TAGS_AT: Final = 24  # for each slot of the ring, the tag of its operation, with `EXPOSED`
+KNOWN_AT: Final = 64  # slices known to be taken by all peers; on a cache line that peers rarely read
+
+NEVER: Final = 0
+ALWAYS: Final = 1
+ASK: Final = 2
+EXPOSED: Final = 1 << 32  # above a tag: the slot holds `PROCESS` and addresses, not the data
+CHUNK: Final = 128 << 10  # bytes read at a time and then reduced, so that they stay in the core's cache

@@ -18,6 +18,9 @@ Begin = Callable[[Any, int, int], int]
 Advance = Callable[[Any, int], int]
 """`advance` of either: (state, whether to wait a moment) → 1 if done."""
 
+Check = Callable[[Any], None]
+"""Raises an error if an operation, given by its state, can never be done."""
+
 _NAP_S: Final = 50e-6  # sleep of the thread without progress, to leave the cores to computation
 
 Run = Callable[[int, int, object], "Poll"]
@@ -32,18 +35,29 @@ def done_at_once() -> bool:
 class _QueuedOperation:
     """Poll of an operation that did not complete at once."""
 
-    __slots__ = ("advance", "arguments", "begin", "begun", "done", "keep", "queue")
+    __slots__ = ("advance", "arguments", "begin", "begun", "check", "done", "keep", "queue")
 
     def __init__(
-        self, queue: WorkQueue, begin: Begin, advance: Advance, arguments: tuple[Any, int, int], keep: object
+        self,
+        queue: WorkQueue,
+        begin: Begin,
+        advance: Advance,
+        arguments: tuple[Any, int, int],
+        keep: object,
+        check: Check | None,
     ) -> None:
         self.queue, self.begin, self.advance, self.arguments = queue, begin, advance, arguments
+        self.check = check
         self.begun = self.done = False
         # Keep the memory alive until the operation is done, even if the wait was interrupted.
         self.keep = keep
 
     def __call__(self) -> bool:
-        return self.done or self.queue.drive(self)
+        if self.done or self.queue.drive(self):
+            return True
+        if self.check is not None:
+            self.check(self.arguments[0])
+        return False
 
     def run(self, patient: int) -> bool:
         """Advance as far as possible; return True when complete. `patient`: wait a moment for peers."""
@@ -75,12 +89,21 @@ class WorkQueue:
         self._worker: Thread | None = None
         self._wanted = Semaphore(0)
 
-    def bind(self, begin: Begin, advance: Advance, state: Any, *, in_thread: bool = False) -> Run:
+    def bind(
+        self,
+        begin: Begin,
+        advance: Advance,
+        state: Any,
+        *,
+        in_thread: bool = False,
+        check: Check | None = None,
+    ) -> Run:
         """Return a function that starts an operation without blocking; it begins if the queue is empty.
 
         `in_thread`: the queue's thread runs the operation. Only one thread at a time may start operations.
+        `check`: called by polls of an operation that is not done.
         """
-        running, lock, begun = self._running, self._lock, self.begun(begin, advance, state)
+        running, lock, begun = self._running, self._lock, self.begun(begin, advance, state, check)
         acquire, release, has_it = lock.acquire, lock.release, lock._is_owned
 
         def start(source: int, target: int, keep: object) -> Poll:
@@ -98,36 +121,38 @@ class WorkQueue:
             finally:
                 if has_it():
                     release()
-            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
+            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep, check)
             running.append(operation)
             return operation
 
         def start_in_thread(source: int, target: int, keep: object) -> Poll:
-            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
+            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep, check)
             running.append(operation)
             self._wake()
             return operation
 
         return start_in_thread if in_thread else start
 
-    def begun(self, begin: Begin, advance: Advance, state: Any) -> Run:
+    def begun(self, begin: Begin, advance: Advance, state: Any, check: Check | None = None) -> Run:
         """Return a function that enqueues an operation after its first, incomplete `begin`."""
         running = self._running
 
         def enqueue(source: int, target: int, keep: object) -> Poll:
-            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
+            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep, check)
             operation.begun = True
             running.append(operation)
             return operation
 
         return enqueue
 
-    def native(self, begin: Begin, advance: Advance, state: Any, addresses: tuple[int, int]) -> NativeStart:
+    def native(
+        self, begin: Begin, advance: Advance, state: Any, addresses: tuple[int, int], check: Check
+    ) -> NativeStart:
         """Return the start of small operations in compiled code; `addresses`: of both as C functions.
 
         It may run while no operation is in the queue. The caller holds the GIL, so none is added meanwhile.
         """
-        return NativeStart(*addresses, state, self._running, self.begun(begin, advance, state))
+        return NativeStart(*addresses, state, self._running, self.begun(begin, advance, state, check))
 
     def drive(self, wanted: _QueuedOperation) -> bool:
         """Advance the first operation, then the following ones; return whether `wanted` is done."""

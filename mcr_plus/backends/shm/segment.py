@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import re
@@ -24,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from mcr_plus.backends.shm.readable import Probe
 from mcr_plus.errors import BackendUnavailable, LaunchError, McrError
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _PAGE: Final = 4096
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = re.compile(r"mcr-msccl-(\d+)-(\d+)-(\d+)-(\d+)-\d+$")  # user, PID namespace, pid, start time
 _FAILED: Final = "failed: "
+_log = logging.getLogger("mcr_plus")
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,13 @@ class Shape:
 class Segment:
     """Mapped memory. `base` is the address in this process.
 
-    `bells`: `Wakeups.table` of the job, 0 without bells.
+    `bells`: `Wakeups.table` of the job, 0 without bells. `probe`: see `readable`; kept, since peers read it.
     """
 
-    def __init__(self, shape: Shape, rank: int, memory: mmap.mmap, bells: int = 0) -> None:
-        self.shape, self.rank, self.bells = shape, rank, bells
+    def __init__(
+        self, shape: Shape, rank: int, memory: mmap.mmap, bells: int = 0, probe: Probe | None = None
+    ) -> None:
+        self.shape, self.rank, self.bells, self.probe = shape, rank, bells, probe
         self._memory = memory
         self._anchor = ctypes.c_char.from_buffer(memory)
         self.base = ctypes.addressof(self._anchor)
@@ -126,7 +131,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
         LaunchError: ranks have not joined within `timeout` seconds, or the store does not answer.
         PeerLost: a rank has been lost, if `store` ends its waits then (`JobStore`).
     """
-    opening = _Opening(store, group, shape.nbytes, timeout)
+    opening = _Opening(store, group, shape, timeout)
     try:
         opening.take_part()
         if problem := opening.meet():
@@ -134,7 +139,10 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
                 f"backend msccl: {shape.nbytes >> 20} MiB of shared memory cannot be allocated: {problem}; "
                 "enlarge /dev/shm (docker run --shm-size) or use another backend"
             )
-        return Segment(shape, group.rank, opening.memory_taken(), bells)
+        assert opening.probe is not None
+        if problem := opening.probe.run():
+            _log.info("backend msccl: ranks copy large data twice, as %s", problem)
+        return Segment(shape, group.rank, opening.memory_taken(), bells, opening.probe)
     except McrError:
         raise
     except RuntimeError as error:
@@ -148,9 +156,11 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
 class _Opening:
     """Opens the same memory on all ranks: the first rank creates and publishes it, and all ranks confirm."""
 
-    def __init__(self, store: Store, group: Group, nbytes: int, timeout: float) -> None:
+    def __init__(self, store: Store, group: Group, shape: Shape, timeout: float) -> None:
         self._memory: mmap.mmap | None = None
-        self._store, self._group, self._nbytes, self._timeout = store, group, nbytes, timeout
+        self.probe: Probe | None = None
+        self._store, self._group, self._shape, self._timeout = store, group, shape, timeout
+        self._nbytes = shape.nbytes
         self._path: Path | None = None
         self._began = time.monotonic()
         key = f"msccl/{group.name}"
@@ -159,7 +169,7 @@ class _Opening:
 
     def take_part(self) -> None:
         """Create or map the memory; publish a failure of this rank."""
-        rank, problem = self._group.rank, ""
+        rank, shape, problem = self._group.rank, self._shape, ""
         try:
             if rank == 0:
                 remove_stale()
@@ -167,6 +177,10 @@ class _Opening:
             else:
                 self._wait({0: self._file})
                 self._map_theirs(self._store.get(self._file).decode())
+            if self._memory is not None:
+                self.probe = Probe(
+                    self._memory, rank, [shape.lines + each * LINE for each in range(shape.ranks)]
+                )
         # Not only OSError: a file or address space may not support the size.
         except (OSError, OverflowError, ValueError) as error:
             reason, place = getattr(error, "strerror", None) or error, getattr(error, "filename", None)

@@ -169,6 +169,11 @@ class FailoverChannel(ChannelWrapper):
         for channel in (self._own, self._second.channel):
             channel.release()
 
+    def withdraw(self) -> None:
+        """See `Channel`."""
+        for channel in (self._own, self._second.channel):
+            channel.withdraw()
+
     def give_up(self) -> None:
         """See `Channel`."""
         for channel in (self._own, self._second.channel):

@@ -191,6 +191,11 @@ class VerifiedChannel(ChannelWrapper):
         """See `Channel`."""
         return self._own.silent_failure() or self._steps.channel.silent_failure()
 
+    def withdraw(self) -> None:
+        """See `Channel`."""
+        for channel in (self._steps.channel, self._own):
+            channel.withdraw()
+
     def stop_operations(self) -> bool:
         """See `Channel`."""
         own, other = self._own.stop_operations(), self._steps.channel.stop_operations()

@@ -33,17 +33,6 @@ from mcr_plus.backends.shm.atomics import (
     store_release,
     stream,
 )
-from mcr_plus.backends.shm.collectives_kernels import (
-    block_of,
-    bounds_of,
-    has_put,
-    has_reduced,
-    has_taken,
-    may_put_next,
-    may_reduce_next,
-    may_take_next,
-    slot_of,
-)
 from mcr_plus.backends.shm.collectives_state import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -78,6 +67,17 @@ from mcr_plus.backends.shm.collectives_state import (
 )
 from mcr_plus.backends.shm.faults import FAULT_WORDS, damage
 from mcr_plus.backends.shm.segment import LINE
+from mcr_plus.backends.shm.slice_kernels import (
+    block_of,
+    bounds_of,
+    has_put,
+    has_reduced,
+    has_taken,
+    may_put_next,
+    may_reduce_next,
+    may_take_next,
+    slot_of,
+)
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.checksum import (
     begin_block,

@@ -649,15 +649,15 @@ def _signature(**changes: Any) -> Signature:
 
 
 def test_memory_is_allocated_for_used_channels_only(tmp_path: Path) -> None:
-    from mcr_plus.backends.shm.backend import _shape
+    from mcr_plus.backends.shm.backend import shape_of
 
     write_algorithm(replace(samples.ring(2), channels=256), tmp_path / "one.xml")
     write_algorithm(replace(samples.ring(3), channels=999_999_999_999_999_999), tmp_path / "all.xml")
-    before = _shape(2)
+    before = shape_of(2)
     with catalog.kept():
         catalog.use([tmp_path / "one.xml"])
         assert msccl.channels(2) == catalog.algorithm_of(_signature(algorithm="one")).channels == 1
-        assert _shape(2) == before
+        assert shape_of(2) == before
         with pytest.raises(ConfigError, match=r"all.xml:1: algo.nchannels: 9+, expected 1 to 256$"):
             catalog.use([tmp_path / "all.xml"])
 
@@ -686,7 +686,11 @@ def test_explain_excludes_msccl_between_hosts() -> None:
     found = json.loads(
         mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "4", "--nodes", "2", "--json").stdout
     )
-    assert "msccl" not in found["alternatives"]
+    between = [
+        step for step in found["steps"] if step["stage"] == "select" and "/across" in step["operation"]
+    ]
+    assert between
+    assert all("msccl" not in step["alternatives"] for step in between)
 
 
 def test_support_is_reported() -> None:

@@ -1,0 +1,230 @@
+"""Large data of shared memory that peers read in place: results, refusals, and ranks that die or give up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.backends.shm import readable
+
+CONFIG: Any = {"version": 1, "backends": ["msccl", "gloo"], "pipeline": [{"dispatch": {}}]}
+SIZES = (4095, 4096, 8192, 100_003, (1 << 19) + 5, (1 << 22) + 17)  # float32: below and above each limit
+KINDS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "gather", "scatter", "all_to_all_v")
+
+
+def values(rank: int, size: int, seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng((rank, size, seed)).integers(-99, 99, size).astype(np.float32)
+
+
+def misaligned(data: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return the data in a tensor that begins in the middle of a cache line."""
+    whole = torch.empty(len(data) + 5)
+    whole[5:] = torch.from_numpy(data)
+    return whole[5:]
+
+
+def tensors(kind: str, size: int) -> tuple[list[np.ndarray[Any, Any]], list[int]]:
+    """Return every rank's data, and the elements that each rank gets from every rank of all_to_all_v."""
+    ranks = mcr.get_world_size()
+    counts = [size // (rank + 1) for rank in range(ranks)]
+    blocks = ranks if kind in ("all_to_all", "scatter") else 1
+    each = sum(counts) if kind == "all_to_all_v" else blocks * size
+    return [values(rank, each, size) for rank in range(ranks)], counts
+
+
+def run(kind: str, size: int, root: int, make: Any = misaligned) -> tuple[Any, Any]:
+    """Run one operation; return what this rank has got, and what NumPy expects."""
+    data, counts = tensors(kind, size)
+    me, ranks = mcr.get_rank(), mcr.get_world_size()
+    mine, part = make(data[me]), slice(me * size, (me + 1) * size)
+    if kind == "all_reduce":
+        mcr.all_reduce(mine)
+        return mine, np.sum(data, axis=0)
+    if kind == "broadcast":
+        mcr.broadcast(mine, root)
+        return mine, data[root]
+    if kind == "gather":
+        into = [torch.empty(size) for _ in range(ranks)] if me == root else None
+        mcr.gather(mine, into, root)
+        return (torch.cat(into), np.concatenate(data)) if into else (mine, data[me])
+    if kind == "scatter":
+        target = torch.empty(size)
+        mcr.scatter(target, list(mine.chunk(ranks)) if me == root else None, root)
+        return target, data[root][part]
+    if kind == "all_gather":
+        target = torch.empty(ranks * size)
+        mcr.all_gather_into_tensor(target, mine)
+        return target, np.concatenate(data)
+    if kind == "all_to_all":
+        target = torch.empty(ranks * size)
+        mcr.all_to_all_single(target, mine)
+        return target, np.concatenate([each[part] for each in data])
+    target, first = torch.empty(ranks * counts[me]), sum(counts[:me])
+    mcr.all_to_all_single(target, mine, [counts[me]] * ranks, counts)
+    return target, np.concatenate([each[first : first + counts[me]] for each in data])
+
+
+def failures(make: Any = misaligned) -> list[str]:
+    ranks = mcr.get_world_size()
+    sizes = SIZES if ranks == 2 else SIZES[:5]
+    cases = [(kind, size, root) for size in sizes for kind in KINDS for root in {0, ranks - 1}]
+    wrong = []
+    for kind, size, root in cases:
+        found, expected = run(kind, size, root, make)
+        if not np.array_equal(found.numpy(), expected):
+            wrong.append(f"{kind} of {size} with root {root}")
+    return wrong
+
+
+def everything() -> list[str]:
+    """Run all kinds; also in place, asynchronously, and on memory that other processes have mapped."""
+    with mcr.init(CONFIG) as comm:
+        wrong = failures()
+        wrong += [f"shared: {each}" for each in failures(lambda data: torch.from_numpy(data).share_memory_())]
+        me, ranks, size = comm.rank, comm.size, 100_003
+        part = slice(me * size, (me + 1) * size)
+        data = [values(rank, ranks * size, 1) for rank in range(ranks)]
+        target = torch.from_numpy(data[me].copy())
+        mcr.all_to_all_single(target, target)
+        if not np.array_equal(target.numpy(), np.concatenate([each[part] for each in data])):
+            wrong.append("all_to_all in place")
+        target = torch.from_numpy(data[me].copy())
+        mcr.all_gather_into_tensor(target, target[part])
+        if not np.array_equal(
+            target.numpy(), np.concatenate([data[r][r * size :][:size] for r in range(ranks)])
+        ):
+            wrong.append("all_gather in place")
+        works, targets = [], []
+        for seed in range(4):  # inputs are freed at once
+            targets.append(torch.empty(ranks * size))
+            source = torch.from_numpy(values(me, size, seed))
+            works.append(mcr.all_gather_into_tensor(targets[-1], source, async_op=True))
+            del source
+        for seed, work in reversed(list(enumerate(works))):
+            assert work is not None
+            work.wait()
+            if not np.array_equal(
+                targets[seed].numpy(), np.concatenate([values(rank, size, seed) for rank in range(ranks)])
+            ):
+                wrong.append(f"asynchronous all_gather {seed}")
+        with tempfile.NamedTemporaryFile() as file:
+            values(me, size, 7).tofile(file)
+            file.flush()
+            mapped = torch.from_file(file.name, shared=False, size=size)
+            target = torch.empty(ranks * size)
+            mcr.all_gather_into_tensor(target, mapped)
+            if not np.array_equal(target.numpy(), np.concatenate([values(r, size, 7) for r in range(ranks)])):
+                wrong.append("a mapped file")
+        empty = torch.empty(0)
+        mcr.all_gather_into_tensor(empty, empty)
+    return wrong
+
+
+@pytest.mark.short("2")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_results(ranks: int) -> None:
+    for result in run_ranks(everything, ranks, via="torch"):
+        assert result.value == []
+
+
+def refused() -> tuple[list[str], list[str]]:
+    """Run all kinds while rank 1 cannot read its peers."""
+    messages: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logging.getLogger("mcr_plus").addHandler(Kept())
+    logging.getLogger("mcr_plus").setLevel(logging.INFO)
+    if os.environ["RANK"] == "1":
+        readable.read = lambda pid, address: (0, "process_vm_readv: Operation not permitted")
+    with mcr.init(CONFIG):
+        return failures(), [each for each in messages if "twice" in each]
+
+
+def test_a_kernel_that_refuses_is_named_once_and_data_are_copied() -> None:
+    first, second = run_ranks(refused, 2, via="torch")
+    assert first.value == [[], []]
+    assert second.value[0] == []
+    (said,) = second.value[1]
+    assert "not permitted" in said
+
+
+def test_a_foreign_process_is_not_taken_for_a_peer() -> None:
+    memory = bytearray(2 * 128)
+    lines = range(0, 256, 128)
+    here, there = (readable.Probe(memory, rank, lines) for rank in range(2))  # type: ignore[arg-type]
+    assert here.run() == ""
+    there._number.value += 1
+    assert "not a rank of this job" in here.run()
+    assert "No such process" in readable.read((1 << 22) + 1, 0)[1]
+
+
+def test_a_setting_of_the_kernel_that_forbids_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert readable.why_not() == ""
+    scope = tmp_path / "ptrace_scope"
+    scope.write_text("3\n")
+    monkeypatch.setattr(readable, "_YAMA", scope)
+    assert "is 3, and 0 would allow it" in readable.why_not()
+
+
+def killed(kind: str) -> str:
+    """Kill rank 1 in the middle of large operations; rank 0 must get an error, not wait or get other data."""
+    mcr.init(CONFIG)
+    if mcr.get_rank() == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            found, expected = run(kind, SIZES[4], 1)
+            assert np.array_equal(found.numpy(), expected), "other data"
+    except mcr.PeerLost as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_peer_ends_an_operation(kind: str) -> None:
+    first = run_ranks(killed, 2, args=[kind], via="torch", check=False)[0]
+    assert "rank 1" in (first.value or ""), first.stderr
+
+
+def given_up() -> list[str]:
+    """Let the root of a broadcast give up and overwrite its data before rank 1 takes part."""
+    mcr.init(CONFIG, timeout=3.0)
+    me, told = mcr.get_rank(), []
+    data = torch.full((1 << 16,), float(me + 1))
+    for _ in range(3):
+        mcr.broadcast(data, 0)  # a known call, which looks at no board while data are there
+    if me == 1:
+        time.sleep(4)
+    try:
+        mcr.broadcast(data, 0)
+        told.append(f"got {data[0]}")
+    except mcr.McrError as error:
+        told.append(type(error).__name__)
+    data.fill_(-1)
+    comm = mcr.reset()
+    mcr.broadcast(data.fill_(comm.rank + 5), 0)
+    told.append(str(data[:: 1 << 15].tolist()))
+    return told
+
+
+def test_data_of_a_rank_that_has_given_up_are_not_taken() -> None:
+    first, second = run_ranks(given_up, 2, via="torch")
+    assert first.value == ["CommTimeout", "[5.0, 5.0]"]
+    assert "got" not in second.value[0]
+    assert second.value[1] == "[5.0, 5.0]"

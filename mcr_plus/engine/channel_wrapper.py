@@ -43,6 +43,8 @@ class PollOfEither:
 class ChannelWrapper(Channel):
     """A channel that uses a library's own channel, and that the engine drives beside the library.
 
+    It has no persistent requests: a library's request has no steps, and cannot run on another library.
+
     Attributes:
         has_failover: another library takes over collectives that fail on this channel.
     """

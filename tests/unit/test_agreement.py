@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,7 +153,8 @@ class Rank:
         peers = Peers(self.group.rank, ("host",) * self.group.size, None, 1.0)
         engine = Engine(peers, wait="yield", oversubscribed=False)
         nobody: Any = None
-        state, channel = GroupState(self.group, self.board), BackendChannel(nobody, nobody)
+        idle: Any = SimpleNamespace(withdraw=lambda: None)
+        state, channel = GroupState(self.group, self.board), BackendChannel(nobody, idle)
         program = random.Random(self.seed)  # choices of all ranks
         known: list[Issue] = []
         waiting: list[Work] = []

@@ -21,7 +21,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+from mcr_plus.backends.base import Channel, Gate, Poll, Start
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.engine.channel_wrapper import ChannelWrapper
 from mcr_plus.engine.disabled_backends import switch_off
@@ -152,10 +152,6 @@ class FailoverChannel(ChannelWrapper):
             return None
         self._broken = True  # operations issued without its gate could not start on it again
         return FirstGate(self, gate)
-
-    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
-        """Return None: a library's persistent request cannot run on another library."""
-        return None
 
     def close(self) -> None:
         """See `Channel`."""

@@ -12,7 +12,7 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+from mcr_plus.backends.base import Channel, Gate, Poll, Start
 from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.engine.channel_wrapper import ChannelWrapper, SteppedPoll
 from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
@@ -182,10 +182,6 @@ class VerifiedChannel(ChannelWrapper):
     def gate(self, signature: Signature, digest: int) -> Gate | None:
         """See `Channel`: verified operations pass the gates of their steps."""
         return self._own.gate(signature, digest)
-
-    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
-        """Return None: a library's persistent request has no steps."""
-        return None
 
     def silent_failure(self) -> str:
         """See `Channel`."""

@@ -31,6 +31,7 @@ from mcr_plus.rendezvous.processes import Peers
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 
+IDLE: Any = SimpleNamespace(withdraw=lambda: None)  # a channel without operations
 BY_HOST = 1 << 20  # elements; far more than an MPI library moves without being called again
 
 
@@ -263,7 +264,7 @@ def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None
         return False
 
     signature = Signature("all_reduce", torch.float32, (4,), 16, "world", 1, reduce_op="SUM", backend="lost")
-    state, channel = GroupState(group, GroupBoard()), BackendChannel(nobody, nobody)
+    state, channel = GroupState(group, GroupBoard()), BackendChannel(nobody, IDLE)
     operation = BoundOperation(
         signature, lambda message: poll, engine, state, channel, channel=nobody, on_stream=False, spins=100,
         burst=range(10), timeout=30.0,
@@ -300,7 +301,7 @@ def test_operations_in_place_share_a_message_but_not_while_it_is_in_use() -> Non
         return poll
 
     operation = BoundOperation(
-        signature, start, engine, GroupState(group, GroupBoard()), BackendChannel(nobody, nobody),
+        signature, start, engine, GroupState(group, GroupBoard()), BackendChannel(nobody, IDLE),
         channel=nobody, on_stream=False, spins=100, burst=range(10), timeout=30.0,
     )  # fmt: skip
     run = operation.bind().run_in_place
@@ -322,7 +323,7 @@ def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:
     group: Any = SimpleNamespace(
         board=Noted(), publish=lambda: None, fail=lambda error, sequence: None, unfinished=set()
     )
-    channel: Any = SimpleNamespace(pending=deque())
+    channel: Any = SimpleNamespace(pending=deque(), channel=IDLE)
     operation: Any = SimpleNamespace(
         engine=engine, hooks=engine.hooks, state=group, backend_channel=channel, inline=True, backend="gloo",
         signature=SimpleNamespace(backend="gloo", is_p2p=False),

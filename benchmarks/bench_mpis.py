@@ -117,7 +117,7 @@ def ratios(
 def summary(times: Mapping[str, Times]) -> list[tuple[str, ...]]:
     """Return (rival, mean ratio from 16 KiB on, that of medians, the worst, cells above 1.05, mean below)."""
     rivals = [name for name in times if name != OURS]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, these in [*((name, [name]) for name in rivals), ("best MPI", [*PACKAGES])]:
         found = ratios(times, these)
         large = {cell: each for cell, each in found.items() if int(cell.split()[1]) >= LARGE}

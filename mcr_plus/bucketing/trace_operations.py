@@ -218,7 +218,11 @@ class Arguments:
                 f"a group of ranks {short(list(ranks))}; expected ranks below {len(self._world)}, of which "
                 "there are traces",
             )
-        found = tuple(ranks)
+        found, me = tuple(ranks), self._trace.rank
+        if found.count(me) != 1 or len({*found}) < len(found):
+            raise self._wrong(
+                operation, f"a group of ranks {short(list(found))}; expected each rank once, and rank {me}"
+            )
         return self._world if found == self._world else found
 
     def _wrong(self, operation: TracedOperation, text: str) -> ConfigError:

@@ -445,12 +445,19 @@ def test_groups_of_one_rank_are_repeated_over_the_others(
 
 
 def test_groups_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
-    for group, world in (([0, 1, 3], 6), ([0, 2], 6), ([1, 2], 4)):
+    all_traces = "expected the traces of all ranks"
+    cases = (
+        ([0, 1, 3], 6, all_traces),
+        ([0, 2], 6, all_traces),
+        ([1, 2], 4, "and rank 0"),
+        ([0, 0], 4, "once"),
+    )
+    for group, world, problem in cases:
         events = host_traces(2, 0.0, 1)[0]
         for each in events:
             each["args"]["Process Group Ranks"] = group
         info = {"rank": 0, "world_size": world}
-        with pytest.raises(ConfigError, match="expected the traces of all ranks"):
+        with pytest.raises(ConfigError, match=problem):
             load_step(one_rank(tmp_path / "trace.json", events, distributedInfo=info))
 
 
@@ -799,6 +806,7 @@ def test_a_field_may_be_anything(
          "args of event 'torch::autograd::AccumulateGrad': []; expected an object"),
         ("hosts", 0, "traceEvents.3.ts", "9" * 5_000, "a whole number of thousands of digits"),
         ("hosts", 0, "traceEvents.8.args.Input Dims", "[[[-1]]]", "[[[-1]]]; expected lists of sizes"),
+        ("hosts", 0, "traceEvents.17.args.Process Group Ranks", "[1]", "ranks [1]; expected each rank once"),
         ("hosts", 0, "traceEvents.16.args.In msg nelems", "-5",
          "args.In msg nelems of event 'record_param_comms': -5;"),
         ("hosts", 0, "traceEvents.16.args.dtype", "5",

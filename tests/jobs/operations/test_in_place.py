@@ -22,6 +22,7 @@ from mcr_plus.backends.shm import readable
 CONFIG: Any = {"version": 1, "backends": ["msccl", "gloo"], "pipeline": [{"dispatch": {}}]}
 SIZES = (4095, 4096, 8192, 100_003, (1 << 19) + 5, (1 << 22) + 17)  # float32: below and above each limit
 KINDS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "gather", "scatter", "all_to_all_v")
+reads = pytest.mark.skipif(bool(readable.why_not()), reason=f"peers cannot be read: {readable.why_not()}")
 
 
 def values(rank: int, size: int, seed: int) -> np.ndarray[Any, Any]:
@@ -155,6 +156,7 @@ def refused() -> tuple[list[str], list[str]]:
         return failures(), [each for each in messages if "twice" in each]
 
 
+@reads
 def test_a_kernel_that_refuses_is_named_once_and_data_are_copied() -> None:
     first, second = run_ranks(refused, 2, via="torch")
     assert first.value == [[], []]
@@ -163,6 +165,7 @@ def test_a_kernel_that_refuses_is_named_once_and_data_are_copied() -> None:
     assert "not permitted" in said
 
 
+@reads
 def test_a_foreign_process_is_not_taken_for_a_peer() -> None:
     memory = bytearray(2 * 128)
     lines = range(0, 256, 128)
@@ -173,6 +176,7 @@ def test_a_foreign_process_is_not_taken_for_a_peer() -> None:
     assert "No such process" in readable.read((1 << 22) + 1, 0)[1]
 
 
+@reads
 def test_a_setting_of_the_kernel_that_forbids_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +227,7 @@ def given_up() -> list[str]:
     return told
 
 
+@reads
 def test_data_of_a_rank_that_has_given_up_are_not_taken() -> None:
     first, second = run_ranks(given_up, 2, via="torch")
     assert first.value == ["CommTimeout", "[5.0, 5.0]"]

@@ -282,10 +282,7 @@ def whole_tracebacks() -> bool:
 
     Raises `LaunchError` for other values than 0 and 1.
     """
-    value = os.environ.get("MCR_TRACEBACK") or "0"
-    if value not in ("0", "1"):
-        raise LaunchError(f"MCR_TRACEBACK={value!r}: expected 1 for the tracebacks of all ranks, or 0")
-    return value == "1"
+    return _switch("MCR_TRACEBACK", "0", "1 for the tracebacks of all ranks, or 0")
 
 
 def compiles_calls() -> bool:
@@ -293,9 +290,13 @@ def compiles_calls() -> bool:
 
     Raises `LaunchError` for other values than 0 and 1.
     """
-    value = os.environ.get("MCR_FAST_CALLS") or "1"
+    return _switch("MCR_FAST_CALLS", "1", "0 for calls in Python alone, or 1")
+
+
+def _switch(name: str, default: str, expected: str) -> bool:
+    value = os.environ.get(name) or default
     if value not in ("0", "1"):
-        raise LaunchError(f"MCR_FAST_CALLS={value!r}: expected 0 for calls in Python alone, or 1")
+        raise LaunchError(f"{name}={value!r}: expected {expected}")
     return value == "1"
 
 

@@ -388,17 +388,22 @@ def killed(times: int, ranks: int = 3) -> list[str]:
         time.sleep(chance.choice([0.0, 0.002, 0.02, 0.1]) + chance.uniform(0, 0.01))
         victim = chance.choice(children)
         os.kill(victim, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        alive = set(children)
-        while alive and time.monotonic() < deadline:
-            alive -= {child for child in alive if os.waitpid(child, os.WNOHANG)[0]}
-            time.sleep(0.002)
-        for child in alive:
-            problems.append(f"trial {trial}: a survivor hangs")
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        problems += [f"trial {trial}: a survivor hangs"] * len(hanging(children))
     segment.remove_stale()
     return [*problems, *left_behind()]
+
+
+def hanging(children: list[int]) -> set[int]:
+    """Wait for forked children; kill and return those that have not ended after 30 s."""
+    deadline = time.monotonic() + 30
+    alive = set(children)
+    while alive and time.monotonic() < deadline:
+        alive -= {child for child in alive if os.waitpid(child, os.WNOHANG)[0]}
+        time.sleep(0.002)
+    for child in alive:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return alive
 
 
 def _forked(function: Callable[..., None], *arguments: object) -> int:

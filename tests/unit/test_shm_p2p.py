@@ -595,14 +595,6 @@ def test_polls_of_survivors_return_false_after_a_kill() -> None:
             time.sleep(chance.uniform(0, 0.05))
             victim = chance.randrange(ranks)
             os.kill(children[victim], signal.SIGKILL)
-            deadline = time.monotonic() + 30
-            alive = set(children)
-            while alive and time.monotonic() < deadline:
-                alive -= {child for child in alive if os.waitpid(child, os.WNOHANG)[0]}
-                time.sleep(0.002)
-            for child in alive:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+            assert not jobs.hanging(children)
             survivors = {f"survived.{rank}" for rank in range(ranks) if rank != victim}
-            assert not alive
             assert {path.name for path in Path(folder).glob("survived.*")} == survivors

@@ -42,7 +42,7 @@ _KERNELS: Final = "mcr_plus.backends.shm.collectives_kernels"
 _C_FUNCTIONS: Final = ("begin_at", "advance_at")
 _NOTHING: Final = ReduceKernels()
 # Bytes to one rank that peers read in place: a system call costs less than a second copy of more, but the
-# kernel needs 0.1 to 0.5 µs to find a page, and does not bypass the caches.
+# kernel must find every page, and does not bypass the caches (benchmarks/bench_one_copy.py).
 _EXPOSED: Final = {
     ALL_GATHER: (16 << 10, 16 << 20),
     ALL_REDUCE: (2 << 20, 16 << 20),

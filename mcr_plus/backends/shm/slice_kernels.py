@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcr_plus.backends.shm.atomics import load_acquire, remote_read, store_release
+from mcr_plus.backends.shm.atomics import fence, load_acquire, remote_read, store_release
 from mcr_plus.backends.shm.collectives_state import (
     AGREED,
     ALL_REDUCE,
@@ -199,9 +199,9 @@ def read_exposed(state, rank, index, word, skip, target, nbytes):  # type: ignor
     """
     slot = slot_of(state, rank, index) + state[HEADER]
     source = load_acquire(slot + 8 * word) + skip
-    if remote_read(load_acquire(slot), target, source, nbytes) != nbytes or not is_exposed(
-        state, rank, index
-    ):
+    nread = remote_read(load_acquire(slot), target, source, nbytes)
+    fence()  # data before the tag
+    if nread != nbytes or not is_exposed(state, rank, index):
         state[UNREADABLE] = 1 + rank
         return False
     return True

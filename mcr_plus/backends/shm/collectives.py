@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 _KERNELS: Final = "mcr_plus.backends.shm.collectives_kernels"
 _C_FUNCTIONS: Final = ("begin_at", "advance_at")
 _NOTHING: Final = ReduceKernels()
-# Bytes to one rank that peers read in place: a system call costs less than a second copy of more, but the
-# kernel must find every page, and does not bypass the caches (benchmarks/bench_one_copy.py).
+# Bytes to one rank that peers read in place until trials of that size say otherwise: a system call costs less
+# than a second copy of more, but the kernel must find every page, and does not bypass the caches. What is
+# faster depends on the processor and on the number of ranks (benchmarks/bench_one_copy.py).
 _EXPOSED: Final = {
     ALL_GATHER: (16 << 10, 16 << 20),
     ALL_REDUCE: (2 << 20, 16 << 20),
@@ -53,6 +54,7 @@ _EXPOSED: Final = {
     SCATTER: (16 << 10, 16 << 20),
     SHARE: (16 << 10, 16 << 20),
 }
+_TRIED_FROM: Final = 16 << 10  # bytes; both ways of less take microseconds
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
 
@@ -62,7 +64,8 @@ class DirectCollectives:
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
     `advance`, spinning and yielding, before it returns. `whole`: size in bytes up to which every rank reduces
     all data. `streamed`: size in bytes above which results bypass the caches. `exposed`: least bytes to
-    one rank that peers read in this process's memory, if they can (`readable`).
+    one rank that peers read in this process's memory, if they can (`readable`); None for what
+    operations of that size show to be faster.
     """
 
     def __init__(
@@ -73,10 +76,11 @@ class DirectCollectives:
         yields: int = 4,
         whole: int = 8192,
         streamed: int = 8 << 20,
-        exposed: int = 1 << 60,
+        exposed: int | None = None,
     ) -> None:
         self._segment = segment
         self._exposed, self._bounce = exposed, np.empty(CHUNK, np.uint8)
+        self._trials: Any = np.zeros((1 + max(_EXPOSED), 64, words.TRIED // 8), np.int64)
         self._spins, self._yields = spins, yields
         self._whole, self._streamed = min(whole, segment.shape.area), streamed
 
@@ -136,20 +140,25 @@ class DirectCollectives:
             words.AGREED: kind not in UNEVEN,
             words.TAG: tag,
             words.BELLS: self._segment.bells,
-            words.SHARING: self._sharing(kind, count * width),
             words.PROCESS: os.getpid(),  # the one that peers have probed, unless it was forked
             words.BOUNCE: self._bounce.ctypes.data,
         }
         for word, value in settings.items():
             state[word] = value
+        self._share(state, kind, count * width)
         return state
 
-    def _sharing(self, kind: int, nbytes: int) -> int:
-        """Return how operations of a kind decide whether peers read this rank's data in its memory."""
-        if kind not in _EXPOSED or not self._segment.probe:
-            return words.NEVER
-        least, most = _EXPOSED[kind]
-        return words.ASK if min(least, self._exposed) <= nbytes <= most else words.NEVER
+    def _share(self, state: Any, kind: int, nbytes: int) -> None:
+        """Set how operations decide whether peers read this rank's data in its memory."""
+        least = _TRIED_FROM if self._exposed is None else self._exposed
+        if kind not in _EXPOSED or not self._segment.probe or nbytes < least:
+            state[words.SHARING] = words.NEVER
+            return
+        state[words.SHARING], state[words.BY_DEFAULT] = words.ASK, 1
+        if self._exposed is None:
+            low, high = _EXPOSED[kind]
+            state[words.BY_DEFAULT] = low <= nbytes <= high
+            state[words.TRIALS] = self._trials[kind, nbytes.bit_length()].ctypes.data
 
     def of_sizes(self, pattern: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
         """Return the state of one operation; `sent`, `expected`: elements to each rank and from each rank.
@@ -165,7 +174,7 @@ class DirectCollectives:
         kind, width = int(state[words.KIND]), int(state[words.WIDTH])
         state[words.STREAMS] = sum(expected) * width >= self._streamed
         state[words.COUNT] = sum(sent) if kind == EXCHANGE else max(sent)
-        state[words.SHARING] = self._sharing(kind, max(sent) * width)
+        self._share(state, kind, max(sent) * width)
         return state
 
     def withdraw(self) -> None:

@@ -50,6 +50,7 @@ from mcr_plus.backends.shm.collectives_state import (
     ALL_REDUCE_WHOLE,
     ALL_TO_ALL,
     BASE,
+    BEGAN,
     BELLS,
     BOUNCE,
     BROADCAST,
@@ -107,6 +108,7 @@ from mcr_plus.backends.shm.slice_kernels import (
     may_put_next,
     may_reduce_next,
     may_take_next,
+    note_trial,
     read_exposed,
     slot_of,
 )
@@ -171,7 +173,12 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     skip = index * state[SLICE] * width
     target = state[TARGET] + skip
-    for rank in range(ranks):
+    for before in range(me + 1):
+        target += state[WORDS + ranks + before] * width
+    for step in range(ranks):
+        rank = (me + 1 + step) % ranks  # as in `_take`
+        if rank == 0:
+            target = state[TARGET] + skip
         expected = state[WORDS + ranks + rank]
         nbytes = _left(state, expected, index) * width
         slot, first = slot_of(state, rank, index), skip
@@ -339,6 +346,7 @@ def _receive(state, rank, index, target, at, word, skip, nbytes):  # type: ignor
 def _take(state, index):  # type: ignore[no-untyped-def]
     """Copy a slice of results; return False if the memory of a rank cannot be read."""
     kind, me, width, root = state[KIND], state[RANK], state[WIDTH], state[ROOT]
+    ranks = state[RANKS]
     if kind in UNEVEN:
         return kind == REDUCE_SCATTER_V or state[MISMATCH] != 0 or _take_uneven(state, index)
     first = index * state[SLICE]
@@ -346,7 +354,8 @@ def _take(state, index):  # type: ignore[no-untyped-def]
     skip, nbytes = first * width, elements * width
     target = state[TARGET] + skip
     if kind == ALL_REDUCE or (kind == REDUCE and me == root):
-        for rank in range(state[RANKS]):
+        for step in range(ranks):
+            rank = (me + 1 + step) % ranks  # readers of the same pages hinder each other in the kernel
             low, size = bounds_of(state, rank, elements)
             if size > 0 and not (rank == me and state[EXPOSES]):
                 at, low = slot_of(state, rank, index) + low * width, low * width
@@ -354,7 +363,8 @@ def _take(state, index):  # type: ignore[no-untyped-def]
                     return False
     elif kind in (ALL_GATHER, ALL_TO_ALL) or (kind == GATHER and me == root):
         block = state[COUNT] * width
-        for rank in range(state[RANKS]):
+        for step in range(ranks):
+            rank = (me + 1 + step) % ranks
             if rank == me and kind == ALL_GATHER and state[STREAMS] and not state[EXPOSES]:
                 continue  # copied by `_put_and_keep`
             theirs = skip + (me * block if kind == ALL_TO_ALL else 0)
@@ -362,7 +372,12 @@ def _take(state, index):  # type: ignore[no-untyped-def]
             if not _receive(state, rank, index, target + rank * block, at, 1, theirs, nbytes):
                 return False
     elif kind == BROADCAST and me != root:
-        return _receive(state, root, index, target, slot_of(state, root, index), 1, skip, nbytes)
+        # Readers begin at different pages.
+        low = (me - root) % ranks * (nbytes // ranks) // 4096 * 4096 if is_exposed(state, root, index) else 0
+        at = slot_of(state, root, index)
+        return _receive(state, root, index, target + low, at, 1, skip + low, nbytes - low) and (
+            low == 0 or _receive(state, root, index, target, at, 1, skip, low)
+        )
     elif kind == SCATTER:
         theirs = me * state[COUNT] * width + skip
         at = slot_of(state, root, index) + me * state[SLICE] * width if me != root else state[SOURCE] + theirs
@@ -414,6 +429,8 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
         store_release(state[LINES] + state[RANK] * LINE + KNOWN_AT, state[BASE])
     if state[STREAMS]:
         fence()
+    if state[BEGAN]:
+        note_trial(state)
     return 1
 
 
@@ -424,6 +441,7 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     state[BASE] = load_acquire(state[LINES] + state[RANK] * LINE + TAKEN_AT)
     state[PUT] = state[REDUCED] = state[TAKEN] = 0
     state[MISMATCH] = state[UNREADABLE] = 0
+    state[BEGAN] = 0
     state[EXPOSES] = state[SHARING] != NEVER and may_expose(state, source, target)
     state[SOURCE] = source
     state[TARGET] = target

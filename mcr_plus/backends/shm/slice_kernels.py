@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcr_plus.backends.shm.atomics import fence, load_acquire, remote_read, store_release
+from mcr_plus.backends.shm.atomics import clock, fence, load_acquire, remote_read, store_release
 from mcr_plus.backends.shm.collectives_state import (
     AGREED,
     ALL_REDUCE,
@@ -15,9 +15,13 @@ from mcr_plus.backends.shm.collectives_state import (
     AREAS,
     ASK,
     BASE,
+    BEGAN,
     BOUNCE,
     BROADCAST,
+    BY_DEFAULT,
+    CALLS_AT,
     COUNT,
+    ENOUGH,
     EXCHANGE,
     EXPOSED,
     EXPOSES,
@@ -25,8 +29,10 @@ from mcr_plus.backends.shm.collectives_state import (
     HEADER,
     KIND,
     KNOWN_AT,
+    LEAST_AT,
     LINES,
     NEVER,
+    PERIOD,
     PROCESS,
     PUT,
     PUT_AT,
@@ -49,6 +55,8 @@ from mcr_plus.backends.shm.collectives_state import (
     TAKEN,
     TAKEN_AT,
     TARGET,
+    TRIALS,
+    UNKNOWN,
     UNREADABLE,
     WIDTH,
 )
@@ -215,9 +223,29 @@ def has_ended(state):  # type: ignore[no-untyped-def]
     return not state[EXPOSES] or all_reached(state, np.int64(TAKEN_AT), state[BASE] + state[SLICES])
 
 
+@linked
+def _is_faster_exposed(state):  # type: ignore[no-untyped-def]
+    """Return whether peers should read this operation's data in place; begin a trial now and then."""
+    trials, otherwise = state[TRIALS], False
+    if trials:
+        calls = load_acquire(trials + CALLS_AT) % PERIOD
+        store_release(trials + CALLS_AT, calls + 1)
+        if calls == 0:
+            store_release(trials + LEAST_AT, UNKNOWN)
+            store_release(trials + LEAST_AT + 8, UNKNOWN)
+        if calls < ENOUGH:
+            state[BEGAN] = clock()
+            otherwise = calls % 2 != 0
+        else:
+            # A rank that only sends does not see how long its peers take to copy.
+            factor = 24 if state[BY_DEFAULT] and state[KIND] in (BROADCAST, GATHER, SCATTER) else 8
+            otherwise = factor * load_acquire(trials + LEAST_AT + 8) < 7 * load_acquire(trials + LEAST_AT)
+    return (state[BY_DEFAULT] != 0) != otherwise
+
+
 @compiled
 def may_expose(state, source, target):  # type: ignore[no-untyped-def]
-    """Return whether peers can read the data of a new operation in this process's memory."""
+    """Return whether peers can and should read the data of a new operation in this process's memory."""
     if state[SHARING] == ASK:
         for rank in range(state[RANKS]):
             if rank != state[RANK]:
@@ -233,6 +261,8 @@ def may_expose(state, source, target):  # type: ignore[no-untyped-def]
         or (kind in (BROADCAST, SCATTER) and me != root)
         or (kind == GATHER and me == root)
     ):
+        return False
+    if not _is_faster_exposed(state):
         return False
     if state[EXPOSES] and source == state[SOURCE] and target == state[TARGET]:
         return True
@@ -251,3 +281,11 @@ def _is_readable(state, address, nbytes):  # type: ignore[no-untyped-def]
         remote_read(process, bounce, address, np.int64(1)) == 1
         and remote_read(process, bounce, address + nbytes - 1, np.int64(1)) == 1
     )
+
+
+@compiled
+def note_trial(state):  # type: ignore[no-untyped-def]
+    """Note the time of a trial that ends, if it is the least."""
+    at = state[TRIALS] + LEAST_AT + (8 if state[EXPOSES] != state[BY_DEFAULT] else 0)
+    nbytes = max(np.int64(1), state[COUNT] * state[WIDTH])
+    store_release(at, min(load_acquire(at), 1000 * (clock() - state[BEGAN]) // nbytes))

@@ -65,7 +65,7 @@ class Rank:
         self.segment, self.me, self.ranks = memory, memory.rank, memory.shape.ranks
         self.queue = WorkQueue()
         self.direct = DirectCollectives(memory, whole=512, streamed=4096)
-        self.exposing = DirectCollectives(memory, whole=512, streamed=4096, exposed=8)
+        self.exposing = DirectCollectives(memory, whole=512, streamed=4096, in_place=8)
         ranks = self.ranks
         self.reducing = [samples.ring(ranks), samples.all_pairs(ranks), samples.through_scratch(ranks)]
         everything = (
@@ -367,7 +367,7 @@ def _be_killed(port: int, trial: int, me: int, ranks: int) -> None:
     queue, value = WorkQueue(), torch.ones(2000)
     kernels, at = kernels_for(torch.float32, "MAX"), value.data_ptr()
     whole = DirectCollectives(memory).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
-    exposing = DirectCollectives(memory, exposed=8).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
+    exposing = DirectCollectives(memory, in_place=8).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
         for state in (whole, exposing):

@@ -21,6 +21,7 @@ from mcr_plus.backends.shm.collectives_state import (
     CHUNK,
     EXCHANGE,
     GATHER,
+    REDUCE,
     REDUCE_SCATTER,
     REDUCE_SCATTER_V,
     SCATTER,
@@ -44,7 +45,7 @@ _NOTHING: Final = ReduceKernels()
 # Bytes to one rank that peers read in place until trials of that size say otherwise: a system call costs less
 # than a second copy of more, but the kernel must find every page, and does not bypass the caches. What is
 # faster depends on the processor and on the number of ranks (benchmarks/bench_one_copy.py).
-_EXPOSED: Final = {
+_IN_PLACE: Final = {
     ALL_GATHER: (16 << 10, 16 << 20),
     ALL_REDUCE: (2 << 20, 16 << 20),
     ALL_TO_ALL: (16 << 10, 8 << 20),
@@ -54,7 +55,8 @@ _EXPOSED: Final = {
     SCATTER: (16 << 10, 16 << 20),
     SHARE: (16 << 10, 16 << 20),
 }
-_TRIED_FROM: Final = 16 << 10  # bytes; both ways of less take microseconds
+_TRIED: Final = (*_IN_PLACE, ALL_REDUCE_WHOLE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V)
+_TRIED_FROM: Final = 1 << 10  # bytes
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
 
@@ -63,7 +65,7 @@ class DirectCollectives:
 
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
     `advance`, spinning and yielding, before it returns. `whole`: size in bytes up to which every rank reduces
-    all data. `streamed`: size in bytes above which results bypass the caches. `exposed`: least bytes to
+    all data. `streamed`: size in bytes above which results bypass the caches. `in_place`: least bytes to
     one rank that peers read in this process's memory, if they can (`readable`); None for what
     operations of that size show to be faster.
     """
@@ -76,11 +78,11 @@ class DirectCollectives:
         yields: int = 4,
         whole: int = 8192,
         streamed: int = 8 << 20,
-        exposed: int | None = None,
+        in_place: int | None = None,
     ) -> None:
         self._segment = segment
-        self._exposed, self._bounce = exposed, np.empty(CHUNK, np.uint8)
-        self._trials: Any = np.zeros((1 + max(_EXPOSED), 64, words.TRIED // 8), np.int64)
+        self._in_place, self._bounce = in_place, np.empty(2 * CHUNK, np.uint8)
+        self._trials: Any = np.zeros((1 + max(_TRIED), 64, words.TRIED // 8), np.int64)
         self._spins, self._yields = spins, yields
         self._whole, self._streamed = min(whole, segment.shape.area), streamed
 
@@ -145,20 +147,20 @@ class DirectCollectives:
         }
         for word, value in settings.items():
             state[word] = value
-        self._share(state, kind, count * width)
+        self._choose(state, kind, count * width)
         return state
 
-    def _share(self, state: Any, kind: int, nbytes: int) -> None:
-        """Set how operations decide whether peers read this rank's data in its memory."""
-        least = _TRIED_FROM if self._exposed is None else self._exposed
-        if kind not in _EXPOSED or not self._segment.probe or nbytes < least:
-            state[words.SHARING] = words.NEVER
-            return
-        state[words.SHARING], state[words.BY_DEFAULT] = words.ASK, 1
-        if self._exposed is None:
-            low, high = _EXPOSED[kind]
-            state[words.BY_DEFAULT] = low <= nbytes <= high
+    def _choose(self, state: Any, kind: int, nbytes: int) -> None:
+        """Set how operations choose the way in which this rank hands its data to its peers."""
+        low, high = _IN_PLACE.get(kind, (1, 0))
+        least = low if self._in_place is None else self._in_place
+        may_share = low <= high and nbytes >= min(low, least) and bool(self._segment.probe)
+        state[words.SHARING] = words.ASK if may_share else words.NEVER
+        if self._in_place is None and nbytes >= _TRIED_FROM and kind in _TRIED:
+            state[words.FIRST] = words.IN_PLACE if may_share and low <= nbytes <= high else words.COPIED
             state[words.TRIALS] = self._trials[kind, nbytes.bit_length()].ctypes.data
+        elif may_share and self._in_place is not None:
+            state[words.FIRST] = words.IN_PLACE
 
     def of_sizes(self, pattern: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
         """Return the state of one operation; `sent`, `expected`: elements to each rank and from each rank.
@@ -174,7 +176,7 @@ class DirectCollectives:
         kind, width = int(state[words.KIND]), int(state[words.WIDTH])
         state[words.STREAMS] = sum(expected) * width >= self._streamed
         state[words.COUNT] = sum(sent) if kind == EXCHANGE else max(sent)
-        self._share(state, kind, max(sent) * width)
+        self._choose(state, kind, max(sent) * width)
         return state
 
     def withdraw(self) -> None:

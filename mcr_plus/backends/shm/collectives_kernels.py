@@ -56,6 +56,7 @@ from mcr_plus.backends.shm.collectives_state import (
     BROADCAST,
     CHUNK,
     COMBINE,
+    COPIED,
     COUNT,
     DIVIDE,
     EXCHANGE,
@@ -63,11 +64,13 @@ from mcr_plus.backends.shm.collectives_state import (
     GATHER,
     GIVEN,
     HEADER,
+    IN_PLACE,
     KIND,
     KNOWN_AT,
     LINES,
     MISMATCH,
     NEVER,
+    PAST_CACHES,
     PUT,
     RANK,
     RANKS,
@@ -89,6 +92,7 @@ from mcr_plus.backends.shm.collectives_state import (
     TARGET,
     UNEVEN,
     UNREADABLE,
+    WAY,
     WIDTH,
     WORDS,
     YIELDS,
@@ -108,6 +112,7 @@ from mcr_plus.backends.shm.slice_kernels import (
     may_put_next,
     may_reduce_next,
     may_take_next,
+    next_way,
     note_trial,
     read_exposed,
     slot_of,
@@ -126,6 +131,32 @@ def _left(state, count, index):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _copy(target, source, nbytes, streams):  # type: ignore[no-untyped-def]
+    """Copy, past the caches if `streams`."""
+    if not streams or nbytes < 2 * STREAMED:
+        copy(target, source, nbytes)
+        return
+    head = -target % STREAMED
+    copy(target, source, head)
+    for _ in range((nbytes - head) // STREAMED):
+        stream(target + head, source + head)
+        head += STREAMED
+    copy(target + head, source + head, nbytes - head)
+
+
+@linked
+def _fill(state, slot, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy into a slot."""
+    _copy(slot, source, nbytes, state[WAY] == PAST_CACHES)
+
+
+@linked
+def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy into the caller's buffer, past the caches if the result is larger than the caches."""
+    _copy(target, source, nbytes, state[STREAMS] != 0)
+
+
+@linked
 def _put_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     slot, source, skip = slot_of(state, me, index), state[SOURCE], index * state[SLICE] * width
@@ -141,13 +172,13 @@ def _put_uneven(state, index):  # type: ignore[no-untyped-def]
         for rank in range(ranks):
             if rank != me:
                 most = max(most, state[WORDS + rank])
-        copy(slot, source + skip, _left(state, most, index) * width)
+        _fill(state, slot, source + skip, _left(state, most, index) * width)
         return
     for rank in range(ranks):
         count = state[WORDS + rank]
         if rank != me:
             at = slot + rank * state[SLICE] * width
-            copy(at, source + skip, _left(state, count, index) * width)
+            _fill(state, at, source + skip, _left(state, count, index) * width)
         source += count * width
 
 
@@ -165,6 +196,15 @@ def _agree(state):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _start(me, ranks):  # type: ignore[no-untyped-def]
+    """Return whose data a rank takes first: readers of the same pages hinder each other in the kernel.
+
+    Of two ranks one reads while the other copies its own data.
+    """
+    return me + 1 if ranks > 2 else np.int64(0)
+
+
+@linked
 def _take_uneven(state, index):  # type: ignore[no-untyped-def]
     """Copy a slice of every rank's data for this rank; this rank's own part comes from the source.
 
@@ -173,10 +213,11 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     skip = index * state[SLICE] * width
     target = state[TARGET] + skip
-    for before in range(me + 1):
+    start = _start(me, ranks)
+    for before in range(start):
         target += state[WORDS + ranks + before] * width
     for step in range(ranks):
-        rank = (me + 1 + step) % ranks  # as in `_take`
+        rank = (start + step) % ranks
         if rank == 0:
             target = state[TARGET] + skip
         expected = state[WORDS + ranks + rank]
@@ -225,7 +266,7 @@ def _put_and_keep(state, slot, source, first, nbytes):  # type: ignore[no-untype
     own = state[TARGET] + (state[RANK] * state[COUNT] + first) * state[WIDTH]
     for low in range(0, nbytes, CHUNK):
         size = min(CHUNK, nbytes - low)
-        copy(slot + low, source + low, size)
+        _fill(state, slot + low, source + low, size)
         if source != own:
             _deliver(state, own + low, source + low, size)
 
@@ -246,13 +287,13 @@ def _put(state, index):  # type: ignore[no-untyped-def]
         for rank in range(ranks):
             low, size = bounds_of(state, rank, elements)
             if rank != me and size > 0:
-                copy(slot + low * width, source + (first + low) * width, size * width)
+                _fill(state, slot + low * width, source + (first + low) * width, size * width)
     elif kind in (ALL_TO_ALL, REDUCE_SCATTER) or (kind == SCATTER and me == state[ROOT]):
         block = state[COUNT]
         for rank in range(ranks):
             if rank != me:
                 at = source + (rank * block + first) * width
-                copy(slot + rank * state[SLICE] * width, at, elements * width)
+                _fill(state, slot + rank * state[SLICE] * width, at, elements * width)
     elif kind == ALL_GATHER and state[STREAMS]:
         _put_and_keep(state, slot, source + first * width, first, elements * width)
     elif (
@@ -260,7 +301,7 @@ def _put(state, index):  # type: ignore[no-untyped-def]
         or (kind == BROADCAST and me == state[ROOT])
         or (kind == GATHER and me != state[ROOT])
     ):
-        copy(slot, source + first * width, elements * width)
+        _fill(state, slot, source + first * width, elements * width)
 
 
 @linked
@@ -268,9 +309,11 @@ def _reduce_parts(state, index, result, left, at, skip, elements):  # type: igno
     """Combine `left` with the parts of peers: at `at` in slots, at `skip` in sources that are exposed."""
     combine, divide, width = state[COMBINE], state[DIVIDE], state[WIDTH]
     step = CHUNK // width
+    streams = state[WAY] == PAST_CACHES and state[KIND] in (ALL_REDUCE, REDUCE)  # to a slot
     for low in range(0, elements, step):
         offset, size = low * width, min(step, elements - low)
         own = left + offset
+        into = state[BOUNCE] + CHUNK if streams else result + offset
         for rank in range(state[RANKS]):
             if rank != state[RANK]:
                 other = slot_of(state, rank, index) + at + offset
@@ -278,10 +321,12 @@ def _reduce_parts(state, index, result, left, at, skip, elements):  # type: igno
                     other = state[BOUNCE]
                     if not read_exposed(state, rank, index, 1, skip + offset, other, size * width):
                         return False
-                call(combine, result + offset, own, other, size)
-                own = result + offset
+                call(combine, into, own, other, size)
+                own = into
         if divide:
             call(divide, own, own, state[RANKS], size)
+        if streams:
+            _copy(result + offset, into, size * width, True)
     return True
 
 
@@ -316,20 +361,6 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
 
 
 @linked
-def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy into the caller's buffer, past the caches if the result is larger than the caches."""
-    if not state[STREAMS] or nbytes < 2 * STREAMED:
-        copy(target, source, nbytes)
-        return
-    head = -target % STREAMED
-    copy(target, source, head)
-    for _ in range((nbytes - head) // STREAMED):
-        stream(target + head, source + head)
-        head += STREAMED
-    copy(target + head, source + head, nbytes - head)
-
-
-@linked
 def _receive(state, rank, index, target, at, word, skip, nbytes):  # type: ignore[no-untyped-def]
     """Copy data of a rank: at `at`, or at `skip` in the buffer of `word` if it exposes them.
 
@@ -347,6 +378,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
     """Copy a slice of results; return False if the memory of a rank cannot be read."""
     kind, me, width, root = state[KIND], state[RANK], state[WIDTH], state[ROOT]
     ranks = state[RANKS]
+    start = _start(me, ranks)
     if kind in UNEVEN:
         return kind == REDUCE_SCATTER_V or state[MISMATCH] != 0 or _take_uneven(state, index)
     first = index * state[SLICE]
@@ -355,7 +387,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
     target = state[TARGET] + skip
     if kind == ALL_REDUCE or (kind == REDUCE and me == root):
         for step in range(ranks):
-            rank = (me + 1 + step) % ranks  # readers of the same pages hinder each other in the kernel
+            rank = (start + step) % ranks
             low, size = bounds_of(state, rank, elements)
             if size > 0 and not (rank == me and state[EXPOSES]):
                 at, low = slot_of(state, rank, index) + low * width, low * width
@@ -364,7 +396,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
     elif kind in (ALL_GATHER, ALL_TO_ALL) or (kind == GATHER and me == root):
         block = state[COUNT] * width
         for step in range(ranks):
-            rank = (me + 1 + step) % ranks
+            rank = (start + step) % ranks
             if rank == me and kind == ALL_GATHER and state[STREAMS] and not state[EXPOSES]:
                 continue  # copied by `_put_and_keep`
             theirs = skip + (me * block if kind == ALL_TO_ALL else 0)
@@ -442,7 +474,12 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     state[PUT] = state[REDUCED] = state[TAKEN] = 0
     state[MISMATCH] = state[UNREADABLE] = 0
     state[BEGAN] = 0
-    state[EXPOSES] = state[SHARING] != NEVER and may_expose(state, source, target)
+    way = next_way(state)
+    exposes = way == IN_PLACE and state[SHARING] != NEVER and may_expose(state, source, target)
+    state[EXPOSES] = exposes
+    if way == IN_PLACE and not exposes:
+        way, state[BEGAN] = np.int64(COPIED), 0
+    state[WAY] = way
     state[SOURCE] = source
     state[TARGET] = target
     return advance(state, np.int64(1))  # int64, since numba would compile `advance` again for a literal

@@ -18,20 +18,22 @@ from mcr_plus.backends.shm.collectives_state import (
     BEGAN,
     BOUNCE,
     BROADCAST,
-    BY_DEFAULT,
     CALLS_AT,
+    CHOICE_AT,
     COUNT,
-    ENOUGH,
     EXCHANGE,
     EXPOSED,
     EXPOSES,
+    FIRST,
     GATHER,
     HEADER,
+    IN_PLACE,
     KIND,
     KNOWN_AT,
     LEAST_AT,
     LINES,
     NEVER,
+    PAST_CACHES,
     PERIOD,
     PROCESS,
     PUT,
@@ -45,6 +47,8 @@ from mcr_plus.backends.shm.collectives_state import (
     REDUCED_AT,
     RING,
     ROOT,
+    ROUND,
+    ROUNDS,
     SCATTER,
     SHARING,
     SLICE,
@@ -58,6 +62,8 @@ from mcr_plus.backends.shm.collectives_state import (
     TRIALS,
     UNKNOWN,
     UNREADABLE,
+    WAY,
+    WAYS,
     WIDTH,
 )
 from mcr_plus.backends.shm.readable import READS, REFUSED, VERDICT_AT
@@ -141,6 +147,8 @@ def may_put_next(state):  # type: ignore[no-untyped-def]
 @compiled
 def has_put(state):  # type: ignore[no-untyped-def]
     """Publish that the next slice has been put."""
+    if state[WAY] == PAST_CACHES:
+        fence()
     line, number = state[LINES] + state[RANK] * LINE, state[BASE] + state[PUT]
     mark = EXPOSED if state[EXPOSES] else 0
     store_release(line + TAGS_AT + number % state[RING] * 8, state[TAG] | mark)
@@ -159,6 +167,8 @@ def may_reduce_next(state):  # type: ignore[no-untyped-def]
 @compiled
 def has_reduced(state):  # type: ignore[no-untyped-def]
     """Publish that the next slice has been reduced, if peers take the sums."""
+    if state[WAY] == PAST_CACHES:
+        fence()
     state[REDUCED] += 1
     if state[KIND] in (ALL_REDUCE, REDUCE):
         store_release(state[LINES] + state[RANK] * LINE + REDUCED_AT, state[BASE] + state[REDUCED])
@@ -223,29 +233,48 @@ def has_ended(state):  # type: ignore[no-untyped-def]
     return not state[EXPOSES] or all_reached(state, np.int64(TAKEN_AT), state[BASE] + state[SLICES])
 
 
-@linked
-def _is_faster_exposed(state):  # type: ignore[no-untyped-def]
-    """Return whether peers should read this operation's data in place; begin a trial now and then."""
-    trials, otherwise = state[TRIALS], False
-    if trials:
-        calls = load_acquire(trials + CALLS_AT) % PERIOD
-        store_release(trials + CALLS_AT, calls + 1)
+@compiled
+def next_way(state):  # type: ignore[no-untyped-def]
+    """Return how the next operation hands over its data; begin a trial if its time is to be noted."""
+    trials, first = state[TRIALS], state[FIRST]
+    if not trials:
+        return first
+    calls = load_acquire(trials + CALLS_AT)
+    store_release(trials + CALLS_AT, calls + 1)
+    if calls == 0:
+        store_release(trials + CHOICE_AT, first)
+    calls %= PERIOD
+    if calls < ROUNDS * ROUND:
         if calls == 0:
-            store_release(trials + LEAST_AT, UNKNOWN)
-            store_release(trials + LEAST_AT + 8, UNKNOWN)
-        if calls < ENOUGH:
+            for way in range(WAYS):
+                store_release(trials + LEAST_AT + 8 * way, UNKNOWN)
+        turn = calls % ROUND
+        if turn < WAYS:
             state[BEGAN] = clock()
-            otherwise = calls % 2 != 0
-        else:
-            # A rank that only sends does not see how long its peers take to copy.
-            factor = 24 if state[BY_DEFAULT] and state[KIND] in (BROADCAST, GATHER, SCATTER) else 8
-            otherwise = factor * load_acquire(trials + LEAST_AT + 8) < 7 * load_acquire(trials + LEAST_AT)
-    return (state[BY_DEFAULT] != 0) != otherwise
+            return turn
+        if turn == WAYS:
+            store_release(trials + CHOICE_AT, _fastest(state))
+    return load_acquire(trials + CHOICE_AT)
+
+
+@linked
+def _fastest(state):  # type: ignore[no-untyped-def]
+    """Return the way with the least time, if that saves an eighth of the first way's."""
+    trials, best = state[TRIALS], state[FIRST]
+    # A rank that only sends does not see its peers' time, so others must save more.
+    is_rooted = state[KIND] in (BROADCAST, GATHER, SCATTER)
+    factor = 24 if best == IN_PLACE and is_rooted else 8
+    least = 7 * load_acquire(trials + LEAST_AT + 8 * best)
+    for way in range(WAYS):
+        time = factor * load_acquire(trials + LEAST_AT + 8 * way)
+        if time < least:
+            best, least = np.int64(way), time
+    return best
 
 
 @compiled
 def may_expose(state, source, target):  # type: ignore[no-untyped-def]
-    """Return whether peers can and should read the data of a new operation in this process's memory."""
+    """Return whether peers can read the data of a new operation in this process's memory."""
     if state[SHARING] == ASK:
         for rank in range(state[RANKS]):
             if rank != state[RANK]:
@@ -261,8 +290,6 @@ def may_expose(state, source, target):  # type: ignore[no-untyped-def]
         or (kind in (BROADCAST, SCATTER) and me != root)
         or (kind == GATHER and me == root)
     ):
-        return False
-    if not _is_faster_exposed(state):
         return False
     if state[EXPOSES] and source == state[SOURCE] and target == state[TARGET]:
         return True
@@ -285,7 +312,7 @@ def _is_readable(state, address, nbytes):  # type: ignore[no-untyped-def]
 
 @compiled
 def note_trial(state):  # type: ignore[no-untyped-def]
-    """Note the time of a trial that ends, if it is the least."""
-    at = state[TRIALS] + LEAST_AT + (8 if state[EXPOSES] != state[BY_DEFAULT] else 0)
+    """Note the time of a trial that ends, if it is the least of its way."""
+    at = state[TRIALS] + LEAST_AT + 8 * state[WAY]
     nbytes = max(np.int64(1), state[COUNT] * state[WIDTH])
     store_release(at, min(load_acquire(at), 1000 * (clock() - state[BEGAN]) // nbytes))

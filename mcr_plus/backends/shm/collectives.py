@@ -57,6 +57,14 @@ _IN_PLACE: Final = {
 }
 _TRIED: Final = (*_IN_PLACE, ALL_REDUCE_WHOLE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V)
 _TRIED_FROM: Final = 1 << 10  # bytes
+_PARTED: Final = (
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SCATTER,
+    EXCHANGE,
+    REDUCE_SCATTER_V,
+)  # slots have a part for each rank
+_PAGE: Final = 4096
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
 
@@ -117,8 +125,13 @@ class DirectCollectives:
         # Small all_reduces save an exchange. For the other kinds, a slot holds a part for each rank.
         if kind == ALL_REDUCE and count * width <= self._whole:
             kind = ALL_REDUCE_WHOLE
-        elif kind in (ALL_TO_ALL, REDUCE_SCATTER, SCATTER, EXCHANGE, REDUCE_SCATTER_V):
+        elif kind in _PARTED:
             slice_elements = (area - header) // shape.ranks // 64 * 64 // width
+        parts = shape.ranks if kind in _PARTED else 1
+        slice_elements = (
+            min(slice_elements, -(-max(count, 1) // 64) * 64) if kind not in UNEVEN else slice_elements
+        )
+        stride = -(-slice_elements * width * parts // _PAGE) * _PAGE
         state: Any = np.zeros(words.WORDS + (2 * shape.ranks if kind in UNEVEN else 0), np.int64)
         settings = {
             words.KIND: kind,
@@ -138,6 +151,8 @@ class DirectCollectives:
             words.DIVIDE: kernels.divide,
             words.ROOT: root,
             words.STREAMS: streams,
+            words.STRIDE: stride,
+            words.PLACES: max(1, shape.area // stride) if stride > _PAGE and kind not in UNEVEN else 1,
             words.HEADER: header,
             words.AGREED: kind not in UNEVEN,
             words.TAG: tag,

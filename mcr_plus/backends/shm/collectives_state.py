@@ -58,7 +58,9 @@ WAY: Final = 34  # how this operation hands its data to peers: COPIED, PAST_CACH
 FIRST: Final = 35  # the way for data of this size until trials say otherwise
 TRIALS: Final = 36  # address of the times of each way for this size; 0 for `FIRST` always
 BEGAN: Final = 37  # time at which a trial began, or 0
-WORDS: Final = 38  # for uneven sizes, followed by elements for and from each rank
+STRIDE: Final = 38  # bytes from one place in a slot to the next
+PLACES: Final = 39  # places in a slot, which slices use in turn; at least 1
+WORDS: Final = 40  # for uneven sizes, followed by elements for and from each rank
 
 COPIED: Final = 0  # into a slot
 PAST_CACHES: Final = 1  # into a slot: faster where the caches of peers are far away

@@ -35,6 +35,7 @@ from mcr_plus.backends.shm.collectives_state import (
     NEVER,
     PAST_CACHES,
     PERIOD,
+    PLACES,
     PROCESS,
     PUT,
     PUT_AT,
@@ -54,6 +55,7 @@ from mcr_plus.backends.shm.collectives_state import (
     SLICE,
     SLICES,
     SOURCE,
+    STRIDE,
     TAG,
     TAGS_AT,
     TAKEN,
@@ -101,8 +103,9 @@ def all_put(state, index):  # type: ignore[no-untyped-def]
 @compiled
 def slot_of(state, rank, slice_number):  # type: ignore[no-untyped-def]
     """Return the address of a rank's slot for a slice of this operation."""
-    ring = state[RING]
-    return state[AREAS] + (rank * ring + (state[BASE] + slice_number) % ring) * state[AREA]
+    ring, number = state[RING], state[BASE] + slice_number
+    place = number // ring % state[PLACES] * state[STRIDE]
+    return state[AREAS] + (rank * ring + number % ring) * state[AREA] + place
 
 
 @compiled

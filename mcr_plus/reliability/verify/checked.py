@@ -109,7 +109,7 @@ def fit(state: Any) -> bool:
     if not blocks:
         return False
     elements = blocks * BLOCK // width * (ranks if kind == ALL_REDUCE else 1)
-    state[plain.SLICE] = elements
+    state[plain.SLICE], state[plain.PLACES] = elements, 1
     state[plain.SLICES] = -(-int(state[plain.COUNT]) // elements)
     return True
 

@@ -85,7 +85,7 @@ def main(kinds: str = ",".join(KINDS), sizes: str = SIZES, rounds: Rounds = 9, o
     store = TCPStore("127.0.0.1", free_port(comm), comm.size, comm.rank == 0)
     group = Group("bench", tuple(range(comm.size)), comm.rank)
     segment = open_segment(store, group, shape_of(comm.size), 60)
-    queue, collectives = WorkQueue(), DirectCollectives(segment, in_place=0)
+    queue, collectives = WorkQueue(), DirectCollectives(segment, way=words.COPIED)
     rows = []
     for kind in harness.chosen(kinds.split(","), KINDS, "kind"):
         for nbytes in map(parse_size, sizes.split(",")):

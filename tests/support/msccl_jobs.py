@@ -64,8 +64,10 @@ class Rank:
     def __init__(self, memory: Segment) -> None:
         self.segment, self.me, self.ranks = memory, memory.rank, memory.shape.ranks
         self.queue = WorkQueue()
-        self.direct = DirectCollectives(memory, whole=512, streamed=4096)
-        self.exposing = DirectCollectives(memory, whole=512, streamed=4096, in_place=8)
+        self.direct = {
+            way: DirectCollectives(memory, whole=512, streamed=4096, way=number)
+            for way, number in DIRECT_WAYS.items()
+        }
         ranks = self.ranks
         self.reducing = [samples.ring(ranks), samples.all_pairs(ranks), samples.through_scratch(ranks)]
         everything = (
@@ -85,10 +87,9 @@ class Rank:
         count: int,
         root: int = 0,
         kernels: ReduceKernels | None = None,
-        exposes: bool = False,
+        way: str = "direct",
     ) -> None:
-        collectives = self.exposing if exposes else self.direct
-        state = collectives.bind(kind, count, source.element_size(), kernels or ReduceKernels(), root)
+        state = self.direct[way].bind(kind, count, source.element_size(), kernels or ReduceKernels(), root)
         wait(self.queue.bind(*begin_and_advance(), state)(source.data_ptr(), target.data_ptr(), None))
 
     def run(
@@ -118,7 +119,7 @@ class Rank:
             "reduce_scatter": ["scattering"],
             "broadcast": ["chain"],
         }
-        return ["direct", "exposed", *names.get(kind, [])]
+        return [*DIRECT_WAYS, *names.get(kind, [])]
 
     def do(
         self,
@@ -132,12 +133,18 @@ class Rank:
         kernels: ReduceKernels | None = None,
         in_place: bool = False,
     ) -> None:
-        if way in ("direct", "exposed"):
-            self.run_direct(KINDS[kind], source, target, count, root, kernels, way == "exposed")
+        if way in DIRECT_WAYS:
+            self.run_direct(KINDS[kind], source, target, count, root, kernels, way)
         else:
             self.run(way, source, target, count, root, kernels, in_place)
 
 
+DIRECT_WAYS: Final = {
+    "direct": None,
+    "copied": collectives_state.COPIED,
+    "past caches": collectives_state.PAST_CACHES,
+    "in place": collectives_state.IN_PLACE,
+}
 KINDS: Final = {
     "all_reduce": collectives_state.ALL_REDUCE,
     "all_gather": collectives_state.ALL_GATHER,
@@ -279,7 +286,7 @@ def every_dtype(rank: Rank) -> Iterator[str]:
             for nan in {False, dtype.is_floating_point}:
                 yield from one(rank, way, "all_reduce", 203, seed=seed, dtype=dtype, op=op, nan=nan)
         yield from one(rank, "direct", "reduce_scatter", 131, seed=seed, dtype=dtype, op=op)
-        yield from one(rank, "exposed", "all_reduce", 4099, seed=seed, dtype=dtype, op=op)
+        yield from one(rank, "in place", "all_reduce", 4099, seed=seed, dtype=dtype, op=op)
 
 
 def many_in_a_row(rank: Rank) -> Iterator[str]:
@@ -314,7 +321,7 @@ def in_flight(rank: Rank) -> Iterator[str]:
     for index, buffer in enumerate(buffers):
         at = buffer.data_ptr()
         if index % 2:
-            state = rank.direct.bind(collectives_state.ALL_REDUCE, count, 8, kernels)
+            state = rank.direct["direct"].bind(collectives_state.ALL_REDUCE, count, 8, kernels)
             polls.append(rank.queue.bind(*begin_and_advance(), state)(at, at, None))
         else:
             state = rank.interpreters["ring", 0].bind(count, 8, kernels, in_place=True)
@@ -367,7 +374,9 @@ def _be_killed(port: int, trial: int, me: int, ranks: int) -> None:
     queue, value = WorkQueue(), torch.ones(2000)
     kernels, at = kernels_for(torch.float32, "MAX"), value.data_ptr()
     whole = DirectCollectives(memory).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
-    exposing = DirectCollectives(memory, in_place=8).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
+    exposing = DirectCollectives(memory, way=collectives_state.IN_PLACE).bind(
+        collectives_state.ALL_REDUCE, 2000, 4, kernels
+    )
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
         for state in (whole, exposing):

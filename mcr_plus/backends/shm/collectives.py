@@ -21,6 +21,7 @@ from mcr_plus.backends.shm.collectives_state import (
     CHUNK,
     EXCHANGE,
     GATHER,
+    PAGE,
     REDUCE,
     REDUCE_SCATTER,
     REDUCE_SCATTER_V,
@@ -57,14 +58,7 @@ _IN_PLACE: Final = {
 }
 _TRIED: Final = (*_IN_PLACE, ALL_REDUCE_WHOLE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V)
 _TRIED_FROM: Final = 1 << 10  # bytes
-_PARTED: Final = (
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    SCATTER,
-    EXCHANGE,
-    REDUCE_SCATTER_V,
-)  # slots have a part for each rank
-_PAGE: Final = 4096
+_PARTED: Final = (ALL_TO_ALL, REDUCE_SCATTER, SCATTER)  # slots have a part for each rank
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
 
@@ -73,9 +67,8 @@ class DirectCollectives:
 
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
     `advance`, spinning and yielding, before it returns. `whole`: size in bytes up to which every rank reduces
-    all data. `streamed`: size in bytes above which results bypass the caches. `in_place`: least bytes to
-    one rank that peers read in this process's memory, if they can (`readable`); None for what
-    operations of that size show to be faster.
+    all data. `streamed`: size in bytes above which results bypass the caches. `way`: how this rank hands over
+    its data, where it can; None for the way that is fastest in operations of that kind and size.
     """
 
     def __init__(
@@ -86,10 +79,10 @@ class DirectCollectives:
         yields: int = 4,
         whole: int = 8192,
         streamed: int = 8 << 20,
-        in_place: int | None = None,
+        way: int | None = None,
     ) -> None:
         self._segment = segment
-        self._in_place, self._bounce = in_place, np.empty(2 * CHUNK, np.uint8)
+        self._way, self._bounce = way, np.empty(2 * CHUNK, np.uint8)
         self._trials: Any = np.zeros((1 + max(_TRIED), 64, words.TRIED // 8), np.int64)
         self._spins, self._yields = spins, yields
         self._whole, self._streamed = min(whole, segment.shape.area), streamed
@@ -114,24 +107,23 @@ class DirectCollectives:
         For EXCHANGE, SHARE and REDUCE_SCATTER_V the state is a pattern, from which `of_sizes` makes states.
         """
         shape, rank = self._segment.shape, self._segment.rank
-        header = (-(-8 * (1 + shape.ranks) // 64) * 64) if kind in UNEVEN else 0
+        header = (-(-8 * (2 + shape.ranks) // 64) * 64) if kind in UNEVEN else 0
         blocks = shape.ranks if kind in (ALL_GATHER, ALL_TO_ALL, GATHER) else 1
         streams = count * width * blocks >= self._streamed
         # Small slices stay in the caches until peers read them; streamed results bypass the caches anyway.
         area = shape.area
         if kind in (ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER) and not streams:
             area = min(area, _CACHED)
-        slice_elements = (area - header) // width
-        # Small all_reduces save an exchange. For the other kinds, a slot holds a part for each rank.
+        # Small all_reduces save an exchange. For some other kinds, a slot holds a part for each rank.
         if kind == ALL_REDUCE and count * width <= self._whole:
             kind = ALL_REDUCE_WHOLE
-        elif kind in _PARTED:
-            slice_elements = (area - header) // shape.ranks // 64 * 64 // width
-        parts = shape.ranks if kind in _PARTED else 1
-        slice_elements = (
-            min(slice_elements, -(-max(count, 1) // 64) * 64) if kind not in UNEVEN else slice_elements
-        )
-        stride = -(-slice_elements * width * parts // _PAGE) * _PAGE
+        if kind in (EXCHANGE, REDUCE_SCATTER_V) or kind in _PARTED:
+            area = (area - header) // shape.ranks // 64 * 64
+        slice_elements, stride = (area - header) // width, shape.area
+        if kind not in UNEVEN:
+            slice_elements = min(slice_elements, -(-max(count, 1) // 64) * 64)
+            parts = shape.ranks if kind in _PARTED else 1
+            stride = -(-slice_elements * width * parts // PAGE) * PAGE
         state: Any = np.zeros(words.WORDS + (2 * shape.ranks if kind in UNEVEN else 0), np.int64)
         settings = {
             words.KIND: kind,
@@ -152,7 +144,7 @@ class DirectCollectives:
             words.ROOT: root,
             words.STREAMS: streams,
             words.STRIDE: stride,
-            words.PLACES: max(1, shape.area // stride) if stride > _PAGE and kind not in UNEVEN else 1,
+            words.PLACES: max(1, shape.area // stride) if stride > PAGE else 1,
             words.HEADER: header,
             words.AGREED: kind not in UNEVEN,
             words.TAG: tag,
@@ -167,15 +159,15 @@ class DirectCollectives:
 
     def _choose(self, state: Any, kind: int, nbytes: int) -> None:
         """Set how operations choose the way in which this rank hands its data to its peers."""
-        low, high = _IN_PLACE.get(kind, (1, 0))
-        least = low if self._in_place is None else self._in_place
-        may_share = low <= high and nbytes >= min(low, least) and bool(self._segment.probe)
-        state[words.SHARING] = words.ASK if may_share else words.NEVER
-        if self._in_place is None and nbytes >= _TRIED_FROM and kind in _TRIED:
-            state[words.FIRST] = words.IN_PLACE if may_share and low <= nbytes <= high else words.COPIED
+        may_share = kind in _IN_PLACE and bool(self._segment.probe)
+        if self._way is not None:
+            state[words.FIRST] = self._way
+        elif kind in _TRIED and nbytes >= _TRIED_FROM:
+            least, most = _IN_PLACE.get(kind, (0, 0))
+            may_share = may_share and nbytes >= least
+            state[words.FIRST] = words.IN_PLACE if may_share and nbytes <= most else words.COPIED
             state[words.TRIALS] = self._trials[kind, nbytes.bit_length()].ctypes.data
-        elif may_share and self._in_place is not None:
-            state[words.FIRST] = words.IN_PLACE
+        state[words.SHARING] = words.ASK if may_share else words.NEVER
 
     def of_sizes(self, pattern: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
         """Return the state of one operation; `sent`, `expected`: elements to each rank and from each rank.

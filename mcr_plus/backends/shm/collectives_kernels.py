@@ -70,6 +70,7 @@ from mcr_plus.backends.shm.collectives_state import (
     LINES,
     MISMATCH,
     NEVER,
+    PAGE,
     PAST_CACHES,
     PUT,
     RANK,
@@ -78,6 +79,7 @@ from mcr_plus.backends.shm.collectives_state import (
     REDUCE_SCATTER,
     REDUCE_SCATTER_V,
     REDUCED,
+    RING,
     ROOT,
     SCATTER,
     SHARE,
@@ -157,21 +159,32 @@ def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _place_of(state, index, most):  # type: ignore[no-untyped-def]
+    """Return the offset of this rank's data in the parts of a slot, of at most `most` elements each."""
+    stride = -(-most * state[WIDTH] // PAGE) * PAGE
+    places = state[SLICE] * state[WIDTH] // max(stride, PAGE)
+    if index or places < 2 or stride == PAGE:
+        return np.int64(0)
+    return state[BASE] // state[RING] % places * stride
+
+
+@linked
 def _put_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     slot, source, skip = slot_of(state, me, index), state[SOURCE], index * state[SLICE] * width
     store_release(slot, state[SLICES])
+    most = 0
     for rank in range(ranks):
         store_release(slot + 8 * (1 + rank), state[WORDS + rank])
+        if rank != me:
+            most = max(most, state[WORDS + rank])
+    place = _place_of(state, index, most)
+    store_release(slot + 8 * (1 + ranks), place)
     if state[EXPOSES]:
         expose(state, index)
         return
-    slot += state[HEADER]
+    slot += state[HEADER] + place
     if state[KIND] == SHARE:
-        most = 0
-        for rank in range(ranks):
-            if rank != me:
-                most = max(most, state[WORDS + rank])
         _fill(state, slot, source + skip, _left(state, most, index) * width)
         return
     for rank in range(ranks):
@@ -233,7 +246,7 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
         else:
             at = state[SOURCE] + first
             if rank != me:
-                at = slot + state[HEADER]
+                at = slot + state[HEADER] + load_acquire(slot + 8 * (1 + ranks))
                 if state[KIND] == EXCHANGE:
                     at += me * state[SLICE] * width
             if at != target:
@@ -253,7 +266,8 @@ def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
     left, result = left + skip, state[TARGET] + skip
     for rank in range(ranks):
         if rank != me:
-            at = slot_of(state, rank, index) + state[HEADER] + me * state[SLICE] * width
+            slot = slot_of(state, rank, index)
+            at = slot + state[HEADER] + load_acquire(slot + 8 * (1 + ranks)) + me * state[SLICE] * width
             call(combine, result, left, at, elements)
             left = result
     if divide:

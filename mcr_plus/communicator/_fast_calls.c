@@ -1,7 +1,8 @@
 /* Repeated calls without Python in between: the optional counterpart of `Operations._call`.
  *
  * A `FastCalls` keeps the operations of one group by their call: name, tensors (dtype, shape; contiguous, on the
- * CPU, without a gradient or a lazy negation) and the other arguments. A call that it knows runs the operation's
+ * CPU, without a gradient or a lazy negation), lists of equal tensors that are adjacent in memory, and the other
+ * arguments. A call that it knows runs the operation's
  * function, or, for a small synchronous operation over shared memory, the compiled kernel itself (`NativeRun`);
  * for any other call it returns NotImplemented. Tensors are read through DLPack's exchange API
  * (`__dlpack_c_exchange_api__`, DLPack 1.3), so the module needs no header of torch and fits all its versions.
@@ -52,6 +53,7 @@ typedef struct {
     DLDataType dtype;
     int32_t ndim;
     int64_t shape[MOST_DIMS];
+    Py_ssize_t parts; /* tensors of a list, or 0 for a tensor */
     int64_t nbytes;
     char *data;
 } Facts;
@@ -85,15 +87,43 @@ static int read_tensor(PyObject *object, Facts *facts)
     }
     facts->dtype = tensor.dtype;
     facts->ndim = tensor.ndim;
+    facts->parts = 0;
     facts->nbytes = stride * ((tensor.dtype.bits * tensor.dtype.lanes + 7) / 8);
     facts->data = (char *)tensor.data + tensor.byte_offset;
     return stride > 0 && tensor.data != NULL;
 }
 
+static int is_value(PyObject *object)
+{
+    return Py_TYPE(object) == tensor_type || PyList_CheckExact(object) || PyTuple_CheckExact(object);
+}
+
 static int same_facts(const Facts *one, const Facts *other)
 {
-    return one->ndim == other->ndim && memcmp(&one->dtype, &other->dtype, sizeof(DLDataType)) == 0
+    return one->ndim == other->ndim && one->parts == other->parts && memcmp(&one->dtype, &other->dtype, sizeof(DLDataType)) == 0
         && memcmp(one->shape, other->shape, one->ndim * sizeof(int64_t)) == 0;
+}
+
+/* The same for a tensor, or for a list of equal tensors that lie one after the other. */
+static int read_value(PyObject *object, Facts *facts)
+{
+    if (Py_TYPE(object) == tensor_type)
+        return read_tensor(object, facts);
+    PyObject *tensors = PySequence_Tuple(object); /* the list may change while tensors are read */
+    int fits = tensors != NULL && PyTuple_GET_SIZE(tensors) > 0 && read_tensor(PyTuple_GET_ITEM(tensors, 0), facts);
+    Py_ssize_t parts = fits ? PyTuple_GET_SIZE(tensors) : 0;
+    for (Py_ssize_t index = 1; fits && index < parts; index++) {
+        Facts next;
+        fits = read_tensor(PyTuple_GET_ITEM(tensors, index), &next) && same_facts(facts, &next)
+            && next.data == facts->data + index * facts->nbytes;
+    }
+    PyErr_Clear();
+    Py_XDECREF(tensors);
+    if (fits) {
+        facts->parts = parts;
+        facts->nbytes *= parts;
+    }
+    return fits;
 }
 
 /* --- small synchronous operations over shared memory ---------------------------------------------------- */
@@ -181,8 +211,15 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
         PyObject *held = PyTuple_New(count);
         if (held == NULL)
             return -1;
-        for (int index = 0; index < count; index++)
-            PyTuple_SET_ITEM(held, index, Py_NewRef(tensors[index]));
+        for (int index = 0; index < count; index++) {
+            PyObject *value = tensors[index]; /* of a list its tensors, since a list may change */
+            value = PyList_CheckExact(value) ? PySequence_Tuple(value) : Py_NewRef(value);
+            if (value == NULL) { /* no memory: peers still need the operation */
+                PyErr_Clear();
+                value = Py_NewRef(tensors[index]);
+            }
+            PyTuple_SET_ITEM(held, index, value);
+        }
         done = PyObject_CallFunction(self->resume, "LLO", (long long)source, (long long)target, held);
         if (done == NULL && Py_SIZE(self->running) == 0) { /* interrupted; peers depend on the operation */
             PyObject *kind, *value, *trace;
@@ -386,8 +423,8 @@ static PyObject *call_known(FastCalls *self, PyObject *const *args, size_t flags
     Py_ssize_t given = PyVectorcall_NARGS(flags);
     Facts facts[MOST_TENSORS];
     int tensors = 0;
-    for (; tensors < MOST_TENSORS && 1 + tensors < given && Py_TYPE(args[1 + tensors]) == tensor_type; tensors++)
-        if (!read_tensor(args[1 + tensors], &facts[tensors]))
+    for (; tensors < MOST_TENSORS && 1 + tensors < given && is_value(args[1 + tensors]); tensors++)
+        if (!read_value(args[1 + tensors], &facts[tensors]))
             Py_RETURN_NOTIMPLEMENTED;
     if (given < 1)
         Py_RETURN_NOTIMPLEMENTED;
@@ -425,7 +462,7 @@ static PyObject *learn_call(FastCalls *self, PyObject *args)
     if (call == NULL)
         return PyErr_NoMemory();
     for (; call->tensors < PyTuple_GET_SIZE(tensors); call->tensors++)
-        if (!read_tensor(PyTuple_GET_ITEM(tensors, call->tensors), &call->facts[call->tensors])) {
+        if (!read_value(PyTuple_GET_ITEM(tensors, call->tensors), &call->facts[call->tensors])) {
             free_call(call);
             Py_RETURN_FALSE;
         }
@@ -497,7 +534,7 @@ static PyMethodDef calls_methods[] = {
 
 static PyTypeObject calls_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mcr_plus.communicator._fast_calls.FastCalls",
-    .tp_doc = "FastCalls()\n--\n\nThe repeated calls of a group: fast(name, *tensors, *arguments).",
+    .tp_doc = "FastCalls()\n--\n\nThe repeated calls of a group: fast(name, *tensors, *arguments). A list of tensors counts as one.",
     .tp_basicsize = sizeof(FastCalls),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(FastCalls, vectorcall),
@@ -557,7 +594,7 @@ PyMODINIT_FUNC PyInit__fast_calls(void)
     name_thread = PyUnicode_InternFromString("fast_path_thread");
     name_sequence = PyUnicode_InternFromString("sequence");
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 1) < 0 /* see fast_calls.py */
+    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 2) < 0 /* see fast_calls.py */
         || PyModule_AddType(module, &calls_type) < 0 || PyModule_AddType(module, &native_type) < 0)
         return NULL;
     return module;

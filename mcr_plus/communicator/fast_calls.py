@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.prepared import Prepared
 
 
-_INTERFACE: Final = 1  # of the functions of `_fast_calls.c`: both numbers change together
+_INTERFACE: Final = 2  # of the functions of `_fast_calls.c`: both numbers change together
 
 
 @cache

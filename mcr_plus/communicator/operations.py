@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Message
 
 
 @dataclass(eq=False, repr=False)
@@ -111,7 +112,7 @@ class Operations(ABC):
         self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
         """Gather every rank's `tensor` into `tensor_list`, all of the same size. See `mcr.all_gather`."""
-        return self._issue(calls.all_gather, (tensor_list, tensor), async_op, options)
+        return self._listed("all_gather", (tensor_list, tensor), (), async_op, options)
 
     def all_gather_v(
         self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
@@ -139,7 +140,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Reduce `input_list[r]` over all ranks into `output` of rank r. See `mcr.reduce_scatter`."""
-        return self._issue(calls.reduce_scatter, (output, input_list, op), async_op, options)
+        return self._listed("reduce_scatter", (output, input_list), (op,), async_op, options)
 
     def reduce_scatter_v(
         self,
@@ -186,7 +187,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Gather the ranks' tensors into `gather_list` of rank `dst`. See `mcr.gather`."""
-        return self._issue(calls.gather, (tensor, gather_list, dst), async_op, options)
+        return self._listed("gather", (gather_list, tensor), (dst,), async_op, options)
 
     def gather_v(
         self,
@@ -208,7 +209,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Send `scatter_list[r]` of rank `src` into `tensor` of rank r. See `mcr.scatter`."""
-        return self._issue(calls.scatter, (tensor, scatter_list, src), async_op, options)
+        return self._listed("scatter", (tensor, scatter_list), (src,), async_op, options)
 
     def scatter_v(
         self,
@@ -370,6 +371,39 @@ class Operations(ABC):
                     self._fast.learn(run, native, name, tensors, rest)
         return ready.start() if async_op else ready.run()
 
+    def _listed(
+        self,
+        name: str,
+        tensors: tuple[Any, Any],
+        own: tuple[Any, ...],
+        async_op: bool,
+        options: CallOptions,
+    ) -> Work | None:
+        """Issue an operation on a list of equal tensors, which compiled code repeats where it can.
+
+        `tensors`: output and input, of which one is the list, or None except on the root. `own`: the method's
+        arguments after them.
+        """
+        given = tuple(each for each in tensors if each is not None)
+        fast = None if async_op else self._fast
+        rest = (*own, *options, *options.values())
+        if fast is not None:
+            work = fast(name, *given, *rest)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
+
+        def ready(*given: Any) -> Prepared | PreparedArrays:
+            filled = given if len(given) == 2 else (given[0], None)
+            arguments = reversed(given) if name == "gather" and len(given) == 2 else filled
+            return self._ready(calls.BUILDERS[name], (*arguments, *own), async_op, options)
+
+        first = ready(*given)
+        if fast is not None and isinstance(first, Prepared) and first.copy_out is None:
+            native = None if _has_complex(first.message) else native_run(first)
+            if native is not None:
+                fast.learn(lambda *given: ready(*given).run(), native, name, given, rest)
+        return first.start() if async_op else first.run()
+
     def _issue(
         self, build: calls.Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
     ) -> Work | None:
@@ -404,6 +438,10 @@ def _facts(tensor: Tensor) -> tuple[Any, ...]:
         tensor.dtype, tensor.shape, tensor.is_cpu or tensor.device, tensor.is_contiguous(),
         tensor.requires_grad, tensor.is_neg(),
     )  # fmt: skip
+
+
+def _has_complex(message: Message) -> bool:
+    return any(tensor.is_complex() for tensor in (*message.inputs, *message.outputs))
 
 
 def _labelled(options: MessageOptions) -> CallOptions:

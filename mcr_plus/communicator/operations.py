@@ -89,6 +89,10 @@ class Operations(ABC):
         self, tensor: Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
         """Copy `tensor` of rank `src` into `tensor` of every rank. See `mcr.broadcast`."""
+        if self._fast is not None and not options:  # `_call` does the same, and takes longer
+            work = self._fast("broadcast", tensor, src, async_op)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._call("broadcast", (tensor,), (src,), async_op, options)
 
     def reduce(
@@ -100,12 +104,20 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Reduce `tensor` over all ranks into that of rank `dst`. See `mcr.reduce`."""
+        if self._fast is not None and not options:  # `_call` does the same, and takes longer
+            work = self._fast("reduce", tensor, dst, op, async_op)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._call("reduce", (tensor,), (dst, op), async_op, options)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
         """Gather every rank's `input` into `output`, in rank order. See `mcr.all_gather_into_tensor`."""
+        if self._fast is not None and not options:  # `_call` does the same, and takes longer
+            work = self._fast("all_gather_into_tensor", output, input, async_op)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._call("all_gather_into_tensor", (output, input), (), async_op, options)
 
     def all_gather(
@@ -129,6 +141,10 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Reduce `input` over all ranks; rank r gets part r in `output`. See `mcr.reduce_scatter_tensor`."""
+        if self._fast is not None and not options:  # `_call` does the same, and takes longer
+            work = self._fast("reduce_scatter_tensor", output, input, op, async_op)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._call("reduce_scatter_tensor", (output, input), (op,), async_op, options)
 
     def reduce_scatter(
@@ -164,6 +180,10 @@ class Operations(ABC):
     ) -> Work | None:
         """Send part r of `input` to rank r and receive parts into `output`. See `mcr.all_to_all_single`."""
         if output_split_sizes is None and input_split_sizes is None:
+            if self._fast is not None and not options:
+                work = self._fast("all_to_all_single", output, input, async_op)
+                if work is not NotImplemented:
+                    return work  # type: ignore[no-any-return]
             return self._call("all_to_all_single", (output, input), (), async_op, options)
         arguments = (output, input, output_split_sizes, input_split_sizes)
         return self._issue(calls.all_to_all_single, arguments, async_op, options)
@@ -226,6 +246,10 @@ class Operations(ABC):
         self, async_op: bool = False, *, backend: str | None = None, tag: str | None = None
     ) -> Work | None:
         """Wait until every rank has called `barrier`. See `mcr.barrier`."""
+        if self._fast is not None:
+            work = self._fast("barrier", async_op, "backend", "tag", backend, tag)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._call("barrier", (), (), async_op, {"backend": backend, "tag": tag})
 
     # -- coalesced --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
     python benchmarks/bench_mpis.py                                          two ranks, quiet
     python benchmarks/bench_mpis.py --ranks 4 --dtypes float32,bfloat16 --ways sync,async,"in place"
     python benchmarks/bench_mpis.py --busy 1 --ratio                         one line per library at the end
+    python benchmarks/bench_mpis.py --ways fresh                             every call first writes its input
 
 The MPIs of PyPI are installed in build/mpis, each with mpi4py and NumPy alone. Libraries take turns; a turn
 is a job (`mpi_turn.py`) that measures all cells in about 15 s. A machine may be two to three times slower for
@@ -157,7 +158,7 @@ def main(
     kinds: str = KINDS,
     sizes: str = SIZES,
     dtypes: Annotated[str, typer.Option(help="float32, bfloat16")] = "float32",
-    ways: Annotated[str, typer.Option(help="sync, async, in place")] = "sync",
+    ways: Annotated[str, typer.Option(help="sync, async, in place, fresh")] = "sync",
     libraries: str = ",".join([*PACKAGES, GLOO]),
     busy_processes: Annotated[int, typer.Option("--busy", help="Busy processes beside.")] = 0,
     rounds: Rounds = 5,
@@ -170,7 +171,7 @@ def main(
         "kinds": harness.chosen(kinds.split(","), KINDS.split(","), "kind"),
         "sizes": [parse_size(size) for size in sizes.split(",")],
         "dtypes": harness.chosen(dtypes.split(","), ("float32", "bfloat16"), "dtype"),
-        "ways": harness.chosen(ways.split(","), ("sync", "async", "in place"), "way"),
+        "ways": harness.chosen(ways.split(","), ("sync", "async", "in place", "fresh"), "way"),
     }
     for library in {*rivals} & {*PACKAGES}:
         environment(library)

@@ -72,6 +72,8 @@ def over_mpi(nbytes: int, dtype: str, way: str) -> Calls:
             ),
             "barrier": comm.Barrier,
         }
+    if way == "fresh":
+        calls = refilled(data[0], calls)
     return {name: call for name, call in calls.items() if adds or "reduce" not in name}
 
 
@@ -112,7 +114,7 @@ def over_mcr(nbytes: int, dtype: str, way: str) -> Calls:
             "all_to_all": lambda: mcr.all_to_all_single(data, data),
             "scatter": lambda: mcr.scatter(piece, lists[1] if rank == 0 else None, 0),
         }
-    return {
+    calls: Calls = {
         "all_reduce": lambda: mcr.all_reduce(data),
         "broadcast": lambda: mcr.broadcast(data, 0),
         "all_gather": lambda: mcr.all_gather_into_tensor(gathered, data),
@@ -124,6 +126,7 @@ def over_mcr(nbytes: int, dtype: str, way: str) -> Calls:
         "send_recv": lambda: to_and_fro(rank, lambda: mcr.send(data, peer), lambda: mcr.recv(data, peer)),
         "barrier": mcr.barrier,
     }
+    return refilled(data.view(torch.uint8).numpy(), calls) if way == "fresh" else calls
 
 
 def over_gloo(nbytes: int, dtype: str, way: str) -> Calls:
@@ -135,15 +138,29 @@ def over_gloo(nbytes: int, dtype: str, way: str) -> Calls:
     size = dist.get_world_size()
     data, other = torch.ones(whole, dtype=kind), torch.ones(whole, dtype=kind)
     gathered, block = torch.ones(whole * size, dtype=kind), torch.ones(whole // size, dtype=kind)
-    if way != "sync":
+    if way not in ("sync", "fresh"):
         return {}
-    return {
+    calls: Calls = {
         "all_reduce": lambda: dist.all_reduce(data),
         "broadcast": lambda: dist.broadcast(data, 0),
         "all_gather": lambda: dist.all_gather_into_tensor(gathered, data),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(block, data),
         "all_to_all": lambda: dist.all_to_all_single(other, data),
     }
+    return refilled(data.view(torch.uint8).numpy(), calls) if way == "fresh" else calls
+
+
+def refilled(data: Any, calls: Calls) -> Calls:
+    """Let every call first write its input, as programs do: what a peer has read leaves the peer's cache."""
+
+    def refill_and(call: Callable[[], Any]) -> Callable[[], None]:
+        def both() -> None:
+            data.fill(0)
+            call()
+
+        return both
+
+    return {name: refill_and(call) for name, call in calls.items() if name != "barrier"}
 
 
 def to_and_fro(rank: int, send: Callable[[], object], receive: Callable[[], object]) -> None:

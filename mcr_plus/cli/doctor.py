@@ -86,7 +86,7 @@ def _versions() -> dict[str, str]:
         "torch": version("torch"),
         "python": platform.python_version(),
         "repeated calls": f"in Python ({reason})" if (reason := why_not()) else "compiled",
-        "large data on a host": f"copied twice ({refused})" if refused else "read in place",
+        "large data on a host": f"copied ({refused})" if refused else "copied, or read in place",
     }
 
 

@@ -126,7 +126,14 @@ def by_default(rounds: int) -> dict[str, float]:
     comm = mcr.init()
     dist.init_process_group("mcr")
     x = torch.ones(2)
-    theirs = {"dist.all_reduce on mcr": (lambda: dist.all_reduce(x, dist.ReduceOp.MAX), CALLS)}
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp.MAX, False
+    group = dist.group.WORLD
+    assert group is not None
+    theirs = {
+        "dist.all_reduce on mcr": (lambda: dist.all_reduce(x, dist.ReduceOp.MAX), CALLS),
+        "the method of the group that it calls": (lambda: group.allreduce([x], options), CALLS),
+    }
     ours = {name: call for name, call in candidates(comm).items() if name != "torch gloo"}
     turns = take_turns({**ours, **theirs, **kinds(comm)}, rounds)
     dist.destroy_process_group()

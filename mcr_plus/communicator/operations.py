@@ -416,16 +416,20 @@ class Operations(ABC):
             if work is not NotImplemented:
                 return work  # type: ignore[no-any-return]
 
-        def ready(*given: Any) -> Prepared | PreparedArrays:
-            filled = given if len(given) == 2 else (given[0], None)
-            arguments = reversed(given) if name == "gather" and len(given) == 2 else filled
+        def ready(both: Sequence[Any]) -> Prepared | PreparedArrays:
+            arguments = reversed(both) if name == "gather" else both
             return self._ready(calls.BUILDERS[name], (*arguments, *own), async_op, options)
 
-        first = ready(*given)
+        first, filled = ready(tensors), [each is not None for each in tensors]
         if fast is not None and isinstance(first, Prepared) and first.copy_out is None:
             native = None if _has_complex(first.message) else native_run(first)
+
+            def again(*given: Any) -> None:
+                left = iter(given)
+                ready([next(left) if each else None for each in filled]).run()
+
             if native is not None:
-                fast.learn(lambda *given: ready(*given).run(), native, name, given, rest)
+                fast.learn(again, native, name, given, rest)
         return first.start() if async_op else first.run()
 
     def _issue(

@@ -419,7 +419,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
                 return False
     elif kind == BROADCAST and me != root:
         # Readers begin at different pages.
-        low = (me - root) % ranks * (nbytes // ranks) // 4096 * 4096 if is_exposed(state, root, index) else 0
+        low = (me - root) % ranks * (nbytes // ranks) // PAGE * PAGE if is_exposed(state, root, index) else 0
         at = slot_of(state, root, index)
         return _receive(state, root, index, target + low, at, 1, skip + low, nbytes - low) and (
             low == 0 or _receive(state, root, index, target, at, 1, skip, low)

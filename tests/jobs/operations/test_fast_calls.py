@@ -67,16 +67,17 @@ def _failures(comm: mcr.Communicator) -> list[str]:
             found["all_gather of a list"] = torch.cat(parts).numpy(), np.concatenate(both)
             mcr.all_gather(parts, parts[comm.rank].copy_(torch.from_numpy(-mine)))
             found["all_gather of a list in place"] = torch.cat(parts).numpy(), -np.concatenate(both)
-            mcr.reduce_scatter(part, [torch.from_numpy(mine), torch.from_numpy(-mine)])
-            found["reduce_scatter of a list"] = part.numpy().copy(), (both[0] + both[1]) * (-1) ** comm.rank
+            own = torch.empty(size, dtype=torch.float64)
+            mcr.reduce_scatter(own, [torch.from_numpy(mine), torch.from_numpy(-mine)])
+            found["reduce_scatter of a list"] = own.numpy().copy(), (both[0] + both[1]) * (-1) ** comm.rank
             is_root = comm.rank == turn % 2
             mcr.gather(torch.from_numpy(mine), parts if is_root else None, turn % 2)
             if is_root:
                 found["gather"] = torch.cat(parts).numpy(), np.concatenate(both)
                 parts.reverse()
                 space.copy_(torch.from_numpy(np.concatenate((mine, -mine))))
-            mcr.scatter(part, list(space.chunk(2)) if is_root else None, turn % 2)
-            found["scatter"] = part.numpy(), both[turn % 2] * (-1) ** comm.rank
+            mcr.scatter(own, list(space.chunk(2)) if is_root else None, turn % 2)
+            found["scatter"] = own.numpy(), both[turn % 2] * (-1) ** comm.rank
             mcr.barrier(backend="msccl")
             failures += [
                 f"{name} of {size} in turn {turn}"

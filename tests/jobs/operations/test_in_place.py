@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import msccl_jobs as jobs
 import numpy as np
 import pytest
 import torch
-from ranks import meet, own_rank, run_ranks
+from ranks import has_come, meet, own_rank, run_ranks, wait_for_ranks
 
 import mcr_plus as mcr
 from mcr_plus.backends.shm import collectives_state as words
@@ -204,13 +203,14 @@ def withdrawn() -> list[Any]:
     begin, _ = begin_and_advance()
     memory = open_segment(jobs.connect(), Group("g", (0, 1), me), jobs.small(2), 60)
     data = torch.full((size,), me + 1, dtype=torch.uint8)
-    state = DirectCollectives(memory, way=words.IN_PLACE).bind(words.BROADCAST, size)
-    jobs.wait(lambda: int(memory.probe is not None and _verdicts(memory) == [readable.READS] * 2))
+    collectives = DirectCollectives(memory, way=words.IN_PLACE)  # owns memory that states use
+    state = collectives.bind(words.BROADCAST, size)
+    jobs.wait(lambda: _verdicts(memory) == [readable.READS] * 2)
     meet("opened", 2)
     if me == 0:
         assert begin(state, data.data_ptr(), data.data_ptr()) == 0
         meet("put", 2)
-        DirectCollectives(memory).withdraw()
+        collectives.withdraw()
         meet("withdrawn", 2)
         return [bool(state[words.EXPOSES])]
     meet("put", 2)
@@ -239,13 +239,14 @@ def given_up() -> list[str]:
     for _ in range(3):
         mcr.broadcast(data, 0)  # a known call, which looks at no board while data are there
     if me == 1:
-        time.sleep(4)
+        wait_for_ranks("gave up", 1)
     try:
         mcr.broadcast(data, 0)
         told.append(f"got {data[0]}")
     except mcr.McrError as error:
         told.append(type(error).__name__)
     data.fill_(-1)
+    has_come("gave up")
     comm = mcr.reset()
     mcr.broadcast(data.fill_(comm.rank + 5), 0)
     told.append(str(data[:: 1 << 15].tolist()))

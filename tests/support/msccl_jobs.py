@@ -373,13 +373,11 @@ def _be_killed(port: int, trial: int, me: int, ranks: int) -> None:
     memory = open_segment(PrefixStore(str(trial), store), group, small(ranks), 0.5)
     queue, value = WorkQueue(), torch.ones(2000)
     kernels, at = kernels_for(torch.float32, "MAX"), value.data_ptr()
-    whole = DirectCollectives(memory).bind(collectives_state.ALL_REDUCE, 2000, 4, kernels)
-    exposing = DirectCollectives(memory, way=collectives_state.IN_PLACE).bind(
-        collectives_state.ALL_REDUCE, 2000, 4, kernels
-    )
+    ways = [DirectCollectives(memory, way=way) for way in (None, collectives_state.IN_PLACE)]
+    states = [each.bind(collectives_state.ALL_REDUCE, 2000, 4, kernels) for each in ways]
     ring = Interpreter(memory, samples.ring(ranks)).bind(2000, 4, kernels, in_place=True)
     while True:
-        for state in (whole, exposing):
+        for state in states:
             wait(queue.bind(*begin_and_advance(), state)(at, at, None), 0.2)
         wait(queue.bind(interpreter_kernels.begin, interpreter_kernels.advance, ring)(at, at, None), 0.2)
 

@@ -193,7 +193,7 @@ class DirectCollectives:
         for at in range(first, first + 8 * shape.ring, 8) if base else ():
             tag = ctypes.c_int64.from_address(at)
             if tag.value & words.EXPOSED:
-                tag.value = 0
+                tag.value = words.WITHDRAWN
 
 
 def unreadable(state: Any) -> int | None:

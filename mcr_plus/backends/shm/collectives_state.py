@@ -85,5 +85,6 @@ PERIOD: Final = 2048  # calls after which all ways are tried again: ranks may ha
 ROUND: Final = 32  # calls that begin with one trial of each way; trials in a row would disturb each other
 ROUNDS: Final = 6
 EXPOSED: Final = 1 << 32  # above a tag: the slot holds `PROCESS` and addresses, not the data
+WITHDRAWN: Final = -1  # in place of a tag: exposed, as the slot holds no data, but of no operation
 PAGE: Final = 4096
 CHUNK: Final = 128 << 10  # bytes read at a time and then reduced, so that they stay in the core's cache

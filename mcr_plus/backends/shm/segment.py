@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -123,6 +124,11 @@ class Segment:
             self._memory.close()
 
 
+@cache  # groups of a job have the same problem
+def _say_copies(problem: str) -> None:
+    _log.info("backend msccl: ranks copy large data twice, as %s", problem)
+
+
 def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells: int = 0) -> Segment:
     """Create and map the segment of `group`; collective over its ranks, which must share a host.
 
@@ -141,7 +147,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
             )
         assert opening.probe is not None
         if problem := opening.probe.run():
-            _log.info("backend msccl: ranks copy large data twice, as %s", problem)
+            _say_copies(problem)
         return Segment(shape, group.rank, opening.memory_taken(), bells, opening.probe)
     except McrError:
         raise

@@ -195,11 +195,17 @@ def has_taken(state):  # type: ignore[no-untyped-def]
     store_release(state[LINES] + state[RANK] * LINE + TAKEN_AT, state[BASE] + state[TAKEN])
 
 
+@linked
+def _tag_of(state, rank, index):  # type: ignore[no-untyped-def]
+    """Return the tag of a rank's slot of slice `index`, with `EXPOSED`."""
+    at = (state[BASE] + index) % state[RING] * 8
+    return load_acquire(state[LINES] + rank * LINE + TAGS_AT + at)
+
+
 @compiled
 def is_exposed(state, rank, index):  # type: ignore[no-untyped-def]
     """Return whether a rank's slot of slice `index` holds addresses instead of data."""
-    at = (state[BASE] + index) % state[RING] * 8
-    return load_acquire(state[LINES] + rank * LINE + TAGS_AT + at) & EXPOSED != 0
+    return _tag_of(state, rank, index) & EXPOSED != 0
 
 
 @compiled
@@ -222,7 +228,7 @@ def read_exposed(state, rank, index, word, skip, target, nbytes):  # type: ignor
     source = load_acquire(slot + 8 * word) + skip
     nread = remote_read(load_acquire(slot), target, source, nbytes)
     fence()  # data before the tag
-    if nread != nbytes or not is_exposed(state, rank, index):
+    if nread != nbytes or _tag_of(state, rank, index) != state[TAG] | EXPOSED:
         state[UNREADABLE] = 1 + rank
         return False
     return True

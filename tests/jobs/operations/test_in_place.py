@@ -1,26 +1,29 @@
-"""Large data of shared memory by all ways: results, refusals of reads in place, ranks that die or give up."""
+"""Large data of shared memory by all ways: results, refusals of reads in place, ranks that give up."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
-import signal
 import tempfile
-import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msccl_jobs as jobs
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import has_come, meet, own_rank, run_ranks, wait_for_ranks
 
 import mcr_plus as mcr
 from mcr_plus.backends.shm import backend, readable
 from mcr_plus.backends.shm import collectives_state as words
-from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm.collectives import DirectCollectives, begin_and_advance, unreadable
+from mcr_plus.backends.shm.collectives_kernels import _take
+from mcr_plus.backends.shm.segment import LINE, Segment, open_segment
+from mcr_plus.core.group import Group
+from mcr_plus.kernels.cpu import compiled
 
 CONFIG: Any = {"version": 1, "backends": ["msccl", "gloo"], "pipeline": [{"dispatch": {}}]}
 SIZES = (4095, 4096, 8192, 100_003, (1 << 19) + 5, (1 << 22) + 17)  # float32: below and above each limit
@@ -220,24 +223,43 @@ def test_a_setting_of_the_kernel_that_forbids_it_is_named(
     assert "is 3, and 0 would allow it" in readable.why_not()
 
 
-def killed(kind: str) -> str:
-    """Kill rank 1 in the middle of large operations; rank 0 must get an error, not wait or get other data."""
-    hand_over(words.IN_PLACE)
-    mcr.init(CONFIG)
-    if mcr.get_rank() == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    try:
-        while True:
-            found, expected = run(kind, SIZES[4], 1)
-            assert np.array_equal(found.numpy(), expected), "other data"
-    except mcr.PeerLost as error:
-        return str(error)
+@compiled
+def _take_now(state):  # type: ignore[no-untyped-def]
+    return _take(state, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_peer_ends_an_operation(kind: str) -> None:
-    first = run_ranks(killed, 2, args=[kind], via="torch", check=False)[0]
-    assert "rank 1" in (first.value or ""), first.stderr
+def withdrawn() -> list[Any]:
+    """Let the root of a broadcast withdraw its data when rank 1 has looked at its tag, but not yet read."""
+    me, size = own_rank(), 1 << 16
+    begin, _ = begin_and_advance()
+    memory = open_segment(jobs.connect(), Group("g", (0, 1), me), jobs.small(2), 60)
+    data = torch.full((size,), me + 1, dtype=torch.uint8)
+    collectives = DirectCollectives(memory, way=words.IN_PLACE)  # owns memory that states use
+    state = collectives.bind(words.BROADCAST, size)
+    jobs.wait(lambda: _verdicts(memory) == [readable.READS] * 2)
+    meet("opened", 2)
+    if me == 0:
+        assert begin(state, data.data_ptr(), data.data_ptr()) == 0
+        meet("put", 2)
+        collectives.withdraw()
+        meet("withdrawn", 2)
+        return [bool(state[words.EXPOSES])]
+    meet("put", 2)
+    meet("withdrawn", 2)
+    state[words.TARGET] = data.data_ptr()
+    return [int(_take_now(state)), unreadable(state)]
+
+
+def _verdicts(memory: Segment) -> list[int]:
+    at = [memory.base + rank * LINE + readable.VERDICT_AT for rank in range(memory.shape.ranks)]
+    return [ctypes.c_int64.from_address(each).value for each in at]
+
+
+@reads
+def test_data_withdrawn_while_a_peer_takes_them_are_not_taken() -> None:
+    first, second = run_ranks(withdrawn, 2, via="torch")
+    assert first.value == [True]
+    assert second.value == [0, 0]
 
 
 def given_up() -> list[str]:
@@ -249,13 +271,14 @@ def given_up() -> list[str]:
     for _ in range(3):
         mcr.broadcast(data, 0)  # a known call, which looks at no board while data are there
     if me == 1:
-        time.sleep(4)
+        wait_for_ranks("gave up", 1)
     try:
         mcr.broadcast(data, 0)
         told.append(f"got {data[0]}")
     except mcr.McrError as error:
         told.append(type(error).__name__)
     data.fill_(-1)
+    has_come("gave up")
     comm = mcr.reset()
     mcr.broadcast(data.fill_(comm.rank + 5), 0)
     told.append(str(data[:: 1 << 15].tolist()))

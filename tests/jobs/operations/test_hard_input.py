@@ -151,7 +151,7 @@ def killed(kind: str, size: int) -> list[Any]:
     return [[], f"other data in turn {turn}"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (3, 4))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_rank_is_named_by_all_others(kind: str, ranks: int) -> None:
     for size in (256, 1 << 17, LARGE):  # broadcasts of the second are read in place
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named_by_all_others(kind: str, ranks: int) -> None:
         assert last.returncode == -9
         for result in others:
             lost, text = result.value or [[], result.stderr]
-            assert lost == [ranks - 1], (size, result.rank, text)
+            assert ranks - 1 in lost, (size, result.rank, text)  # and those that have ended with the error
             assert f"rank {ranks - 1}" in text, (size, result.rank, text)
 
 

@@ -259,26 +259,41 @@ def test_ranks_may_begin_the_communicators_of_groups_in_different_orders() -> No
         assert result.value == [True] * 4
 
 
-def groups_amid_operations() -> list[float]:
+def groups_amid_operations() -> dict[str, Any]:
     """Run on ranks, as on two hosts: make groups while operations in steps are in flight."""
     stages = [{"hierarchical": {"min": 0}}, *ONLY_MPI["pipeline"]]
     with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank() // 2}"):
         comm = mcr.init({**ONLY_MPI, "pipeline": stages})
-    sums = []
-    for turn in range(6):
-        for _ in range(2):  # the second time MPI makes communicators
+    libraries, engine = current().libraries, current().engine
+    found: dict[str, Any] = {"sums": [], "waiting": []}
+    opens = libraries.open_channels
+
+    def open_channels(group: Any) -> Any:
+        found["waiting"].append(bool(engine.blocked))
+        return opens(group)
+
+    with mock.patch.object(libraries, "open_channels", open_channels):
+        for turn in range(6):
             values = [torch.full((1000,), float(comm.rank)) for _ in range(4)]
-            works = [comm.all_reduce(each, async_op=True, tag=f"{turn}.{n}") for n, each in enumerate(values)]
-            group = mcr.new_group([3, 1] if turn % 2 else [0, 1, 2, 3])
-            for work in works:
-                assert work is not None
-                work.wait()
-            sums += [float(each.mean()) for each in values]
-        if group.rank >= 0:
-            group.close()
-    return sums
+            for again in (False, True):  # the second time MPI makes communicators
+                tags = [f"{turn}.{number}" for number in range(len(values))]
+                works = [
+                    comm.all_reduce(each, async_op=True, tag=tag)
+                    for each, tag in zip(values, tags, strict=True)
+                ]
+                if again:
+                    group = mcr.new_group([3, 1] if turn % 2 else [0, 1, 2, 3])
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            found["sums"] += [float(each.mean()) for each in values]
+            if group.rank >= 0:
+                group.close()
+    return found
 
 
-def test_groups_are_made_amid_operations_in_steps() -> None:
+def test_groups_are_made_when_operations_in_steps_have_started() -> None:
+    """The calls that make groups block; Open MPI holds them up until all ranks have begun a duplication."""
     for result in run_ranks(groups_amid_operations, 4, timeout=60):
-        assert result.value == [6.0] * 48
+        assert result.value["sums"] == [24.0] * 24
+        assert not any(result.value["waiting"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
 from mcr_plus.engine.closing import has_messages
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mcr_plus")
 ValueT = TypeVar("ValueT")
+_PATIENCE: Final = 5.0  # s; other ranks may begin an operation only after they have opened the group
 
 
 def agree_before_opening(
@@ -27,20 +29,28 @@ def agree_before_opening(
     what: str,
     sizes: Callable[[Sequence[ValueT]], Sequence[int]],
 ) -> list[ValueT]:
-    """See `Runtime.agree`; `gather` returns the objects of all `ranks`, in order."""
-    libraries = runtime.libraries
+    """See `Runtime.agree`; `gather` returns the objects of all `ranks`, in order.
+
+    Returns once no rank has operations that have not started, or after a while: some libraries (MPI) make
+    communicators for these, and two at once can wait for each other.
+    """
+    libraries, engine = runtime.libraries, runtime.engine
+    ends = time.monotonic() + _PATIENCE
     while True:
         # The most that any of these groups may need, because the values of other ranks are not known yet.
         room = descriptors_left(libraries.descriptors(len(ranks)))
-        answers = gather((value, _dropped_groups(runtime, ranks), room, runtime.engine.off))
-        values, dropped, left, disabled = zip(*answers, strict=True)
+        waits = bool(engine.blocked) and time.monotonic() < ends
+        answers = gather((value, _dropped_groups(runtime, ranks), room, engine.off, waits))
+        values, dropped, left, disabled, waiting = zip(*answers, strict=True)
         needs = [libraries.descriptors(size) for size in sizes(values)]
         short = lacking_descriptors(ranks, left, needs)
         libraries.note_disabled(ranks, disabled)
         if not _close_dropped(runtime, dict(zip(ranks, dropped, strict=True))) and short:
             raise BackendError(f"{what}: {short}")
-        if not short:
+        if not short and not any(waiting):
             return list(values)
+        with engine.lock:
+            engine.progress()
 
 
 def gather_patiently(communicator: Communicator, what: str, value: object) -> list[Any]:

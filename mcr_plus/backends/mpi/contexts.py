@@ -86,17 +86,21 @@ class Contexts:
         there = self._shared is not None if digest is None else digest in self.own
         if there or (self._shared is not None and len(self.own) >= self.limit):
             return None
-        mpi, context, problem = self._mpi, None, ""
-        try:
-            context, request = self._comm.Idup()
-        except mpi.Exception as error:  # peers wait for this rank, so no vote is possible
-            raise BackendError(f"MPI cannot create a communicator for the operation: {error}") from error
-        Contexts.in_the_making += 1
+        mpi, problem = self._mpi, ""
+        context: Any = None
+        request: Any = None
+        # A duplication that ranks have not begun holds up others in Open MPI, even those of other groups that
+        # must end before these ranks can begin it. So no rank begins before all are ready to.
+        ready: Poll = self._comm.Ibarrier().Test
         had = array("i", (1,))
         ballot: Poll | None = None
 
         def made() -> bool:
-            nonlocal ballot, problem
+            nonlocal context, request, ballot, problem
+            if request is None:
+                if not ready():
+                    return False
+                context, request = self._duplicate()
             if ballot is None:
                 try:
                     if not request.Test():
@@ -118,6 +122,14 @@ class Contexts:
                 self.limit = len(self.own)  # all further signatures share one communicator
             return True
 
+        return made
+
+    def _duplicate(self) -> Any:
+        try:
+            made = self._comm.Idup()
+        except self._mpi.Exception as error:  # peers wait for this rank, so no vote is possible
+            raise BackendError(f"MPI cannot create a communicator for the operation: {error}") from error
+        Contexts.in_the_making += 1
         return made
 
     def _keep(self, context: Any, digest: int | None) -> None:

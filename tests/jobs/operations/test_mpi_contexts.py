@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from mismatches import outcome_of
-from ranks import own_rank, run_ranks
+from ranks import meet, own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.backends.mpi.contexts import Contexts
@@ -226,3 +227,73 @@ def test_operations_that_start_later_pass_the_gate_once(ranks: int) -> None:
     first, *others = run_ranks(one_after_another, ranks, args=[ranks], timeout=120)
     assert len(first.value) > 20
     assert all(other.value == first.value for other in others)
+
+
+def in_opposite_orders() -> list[bool]:
+    """Run on ranks: rank 1 begins the communicator of one group only when that of the other has been made."""
+    comm = mcr.init(ONLY_MPI)
+    groups = [mcr.new_group([0, 1]) for _ in range(2)]
+    contexts = [_channels(comm)[group.opened.name].contexts for group in groups]
+    found = []
+    for digest, (early, late) in enumerate((contexts, contexts[::-1])):
+        if comm.rank == 0:
+            begun = early.make(digest)
+            assert not any(begun() for _ in range(100))
+        meet(f"begun{digest}", 2)
+        found.append(_ends(late.make(digest)))
+        found.append(_ends(begun if comm.rank == 0 else early.make(digest)))
+    return found
+
+
+def _ends(poll: Callable[[], bool]) -> bool:
+    """Poll for at most 10 s; return whether it has ended."""
+    deadline = time.monotonic() + 10
+    while not (ended := poll()) and time.monotonic() < deadline:
+        pass
+    return ended
+
+
+def test_ranks_may_begin_the_communicators_of_groups_in_different_orders() -> None:
+    """Open MPI holds up a duplication until all ranks have begun another one that is in progress."""
+    for result in run_ranks(in_opposite_orders, 2):
+        assert result.value == [True] * 4
+
+
+def groups_amid_operations() -> dict[str, Any]:
+    """Run on ranks, as on two hosts: make groups while operations in steps are in flight."""
+    stages = [{"hierarchical": {"min": 0}}, *ONLY_MPI["pipeline"]]
+    with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank() // 2}"):
+        comm = mcr.init({**ONLY_MPI, "pipeline": stages})
+    libraries, engine = current().libraries, current().engine
+    found: dict[str, Any] = {"sums": [], "waiting": []}
+    opens = libraries.open_channels
+
+    def open_channels(group: Any) -> Any:
+        found["waiting"].append(bool(engine.blocked))
+        return opens(group)
+
+    with mock.patch.object(libraries, "open_channels", open_channels):
+        for turn in range(6):
+            values = [torch.full((1000,), float(comm.rank)) for _ in range(4)]
+            for again in (False, True):  # the second time MPI makes communicators
+                tags = [f"{turn}.{number}" for number in range(len(values))]
+                works = [
+                    comm.all_reduce(each, async_op=True, tag=tag)
+                    for each, tag in zip(values, tags, strict=True)
+                ]
+                if again:
+                    group = mcr.new_group([3, 1] if turn % 2 else [0, 1, 2, 3])
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            found["sums"] += [float(each.mean()) for each in values]
+            if group.rank >= 0:
+                group.close()
+    return found
+
+
+def test_groups_are_made_when_operations_in_steps_have_started() -> None:
+    """The calls that make groups block; Open MPI holds them up until all ranks have begun a duplication."""
+    for result in run_ranks(groups_amid_operations, 4, timeout=60):
+        assert result.value["sums"] == [24.0] * 24
+        assert not any(result.value["waiting"])

@@ -104,11 +104,13 @@ static int same_facts(const Facts *one, const Facts *other)
         && memcmp(one->shape, other->shape, one->ndim * sizeof(int64_t)) == 0;
 }
 
-/* The same for a tensor, or for a list of equal tensors that lie one after the other. */
+/* Read a tensor, or a list of equal tensors that lie one after the other, as `read_tensor`. */
 static int read_value(PyObject *object, Facts *facts)
 {
     if (Py_TYPE(object) == tensor_type)
         return read_tensor(object, facts);
+    if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object))
+        return 0;
     PyObject *tensors = PySequence_Tuple(object); /* the list may change while tensors are read */
     int fits = tensors != NULL && PyTuple_GET_SIZE(tensors) > 0 && read_tensor(PyTuple_GET_ITEM(tensors, 0), facts);
     Py_ssize_t parts = fits ? PyTuple_GET_SIZE(tensors) : 0;

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.core.group import Group
-    from mcr_plus.core.message import Message
 
 
 @dataclass(eq=False, repr=False)
@@ -124,7 +123,7 @@ class Operations(ABC):
         self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
     ) -> Work | None:
         """Gather every rank's `tensor` into `tensor_list`, all of the same size. See `mcr.all_gather`."""
-        return self._listed("all_gather", (tensor_list, tensor), (), async_op, options)
+        return _listed(self, "all_gather", (tensor_list, tensor), (), async_op, options)
 
     def all_gather_v(
         self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False, **options: Unpack[CallOptions]
@@ -156,7 +155,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Reduce `input_list[r]` over all ranks into `output` of rank r. See `mcr.reduce_scatter`."""
-        return self._listed("reduce_scatter", (output, input_list), (op,), async_op, options)
+        return _listed(self, "reduce_scatter", (output, input_list), (op,), async_op, options)
 
     def reduce_scatter_v(
         self,
@@ -207,7 +206,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Gather the ranks' tensors into `gather_list` of rank `dst`. See `mcr.gather`."""
-        return self._listed("gather", (gather_list, tensor), (dst,), async_op, options)
+        return _listed(self, "gather", (gather_list, tensor), (dst,), async_op, options)
 
     def gather_v(
         self,
@@ -229,7 +228,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Send `scatter_list[r]` of rank `src` into `tensor` of rank r. See `mcr.scatter`."""
-        return self._listed("scatter", (tensor, scatter_list), (src,), async_op, options)
+        return _listed(self, "scatter", (tensor, scatter_list), (src,), async_op, options)
 
     def scatter_v(
         self,
@@ -395,43 +394,6 @@ class Operations(ABC):
                     self._fast.learn(run, native, name, tensors, rest)
         return ready.start() if async_op else ready.run()
 
-    def _listed(
-        self,
-        name: str,
-        tensors: tuple[Any, Any],
-        own: tuple[Any, ...],
-        async_op: bool,
-        options: CallOptions,
-    ) -> Work | None:
-        """Issue an operation on a list of equal tensors, which compiled code repeats where it can.
-
-        `tensors`: output and input, of which one is the list, or None except on the root. `own`: the method's
-        arguments after them.
-        """
-        given = tuple(each for each in tensors if each is not None)
-        fast = None if async_op else self._fast
-        rest = (*own, *options, *options.values())
-        if fast is not None:
-            work = fast(name, *given, *rest)
-            if work is not NotImplemented:
-                return work  # type: ignore[no-any-return]
-
-        def ready(both: Sequence[Any]) -> Prepared | PreparedArrays:
-            arguments = reversed(both) if name == "gather" else both
-            return self._ready(calls.BUILDERS[name], (*arguments, *own), async_op, options)
-
-        first, filled = ready(tensors), [each is not None for each in tensors]
-        if fast is not None and isinstance(first, Prepared) and first.copy_out is None:
-            native = None if _has_complex(first.message) else native_run(first)
-
-            def again(*given: Any) -> None:
-                left = iter(given)
-                ready([next(left) if each else None for each in filled]).run()
-
-            if native is not None:
-                fast.learn(again, native, name, given, rest)
-        return first.start() if async_op else first.run()
-
     def _issue(
         self, build: calls.Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
     ) -> Work | None:
@@ -468,8 +430,55 @@ def _facts(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _has_complex(message: Message) -> bool:
-    return any(tensor.is_complex() for tensor in (*message.inputs, *message.outputs))
+def _listed(
+    group: Operations,
+    name: str,
+    tensors: tuple[Any, Any],
+    own: tuple[Any, ...],
+    async_op: bool,
+    options: CallOptions,
+) -> Work | None:
+    """Issue an operation on a list of equal tensors, which compiled code repeats where it can.
+
+    `tensors`: output and input, of which one is the list, or None except on the root. `own`: the method's
+    arguments after them.
+    """
+    given = tuple(each for each in tensors if each is not None)
+    fast = None if async_op else group._fast
+    rest = (*own, *options, *options.values())
+    if fast is not None:
+        work = fast(name, *given, *rest)
+        if work is not NotImplemented:
+            return work  # type: ignore[no-any-return]
+
+    def ready(both: Sequence[Any]) -> Prepared | PreparedArrays:
+        arguments = reversed(both) if name == "gather" else both
+        return group._ready(calls.BUILDERS[name], (*arguments, *own), async_op, options)
+
+    first, filled = ready(tensors), [each is not None for each in tensors]
+    if fast is not None and isinstance(first, Prepared) and _is_repeatable(first, given, rest):
+        native = native_run(first)
+
+        def again(*given: Any) -> None:
+            left = iter(given)
+            ready([next(left) if each else None for each in filled]).run()
+
+        if native is not None:
+            fast.learn(again, native, name, given, rest)
+    return first.start() if async_op else first.run()
+
+
+def _is_repeatable(ready: Prepared, given: tuple[Any, ...], rest: tuple[Any, ...]) -> bool:
+    """Return whether compiled code finds such a call again, and the tensors are used where they are."""
+    message = ready.message
+    used = {tensor.data_ptr() for tensor in (*message.outputs, *message.inputs)}
+    firsts = [each[0] if isinstance(each, (list, tuple)) else each for each in given]
+    return (
+        ready.copy_out is None
+        and all(isinstance(each, Tensor) and each.data_ptr() in used for each in firsts)
+        and not any(tensor.is_complex() for tensor in (*message.inputs, *message.outputs))
+        and all(each is None or type(each) in (bool, int, str) for each in rest)
+    )
 
 
 def _labelled(options: MessageOptions) -> CallOptions:

@@ -14,11 +14,13 @@ from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.engine.engine import Engine
     from mcr_plus.job.runtime import Runtime
 
 _log = logging.getLogger("mcr_plus")
 ValueT = TypeVar("ValueT")
 _PATIENCE: Final = 5.0  # s; other ranks may begin an operation only after they have opened the group
+_NAP: Final = 50e-6
 
 
 def agree_before_opening(
@@ -31,26 +33,33 @@ def agree_before_opening(
 ) -> list[ValueT]:
     """See `Runtime.agree`; `gather` returns the objects of all `ranks`, in order.
 
-    Returns once no rank has operations that have not started, or after a while: some libraries (MPI) make
-    communicators for these, and two at once can wait for each other.
+    Before that, ranks let their operations start: MPI makes communicators for these, and two at once can wait
+    for each other.
     """
-    libraries, engine = runtime.libraries, runtime.engine
-    ends = time.monotonic() + _PATIENCE
+    libraries = runtime.libraries
+    _let_start(runtime.engine)
     while True:
         # The most that any of these groups may need, because the values of other ranks are not known yet.
         room = descriptors_left(libraries.descriptors(len(ranks)))
-        waits = bool(engine.blocked) and time.monotonic() < ends
-        answers = gather((value, _dropped_groups(runtime, ranks), room, engine.off, waits))
-        values, dropped, left, disabled, waiting = zip(*answers, strict=True)
+        answers = gather((value, _dropped_groups(runtime, ranks), room, runtime.engine.off))
+        values, dropped, left, disabled = zip(*answers, strict=True)
         needs = [libraries.descriptors(size) for size in sizes(values)]
         short = lacking_descriptors(ranks, left, needs)
         libraries.note_disabled(ranks, disabled)
         if not _close_dropped(runtime, dict(zip(ranks, dropped, strict=True))) and short:
             raise BackendError(f"{what}: {short}")
-        if not short and not any(waiting):
+        if not short:
             return list(values)
+
+
+def _let_start(engine: Engine) -> None:
+    """Wait for up to 5 s until this rank has no operations that have not started, if they may be MPI's."""
+    ends = time.monotonic() + _PATIENCE
+    has_mpi = any(backend.name == "mpi" for backend in engine.backends)
+    while has_mpi and engine.blocked and time.monotonic() < ends:
         with engine.lock:
             engine.progress()
+        time.sleep(_NAP)
 
 
 def gather_patiently(communicator: Communicator, what: str, value: object) -> list[Any]:

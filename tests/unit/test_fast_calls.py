@@ -186,3 +186,25 @@ def test_it_is_garbage_collected() -> None:
     del owner, fast
     gc.collect()
     assert seen() is None
+
+
+def parts(count: int = 3, size: int = 4) -> list[torch.Tensor]:
+    return list(torch.zeros(count * size).chunk(count))
+
+
+def test_a_list_of_neighbours_counts_as_one_tensor() -> None:
+    fast, x = fast_calls(), torch.ones(4)
+    assert fast.learn(lambda *given: given, None, "gather", (parts(), x), (0,))
+    for given in (parts(), tuple(parts())):
+        assert fast("gather", given, x, 0)[0] is given
+    apart = [torch.zeros(4) for _ in range(6)]
+    for other in (apart[::2], parts()[::-1], parts(2), parts(3, 5), parts()[:2], [], [*parts()[:2], 1.0], x):
+        assert fast("gather", other, x, 0) is NotImplemented, other
+    assert fast("gather", [each.requires_grad_() for each in parts()], x, 0) is NotImplemented
+
+
+def test_only_tensors_and_lists_of_neighbours_are_learned() -> None:
+    fast, x = fast_calls(), torch.ones(4)
+    for value in (x.numpy(), torch.nn.Parameter(x), [torch.zeros(4), x], [x, x], [], "text", None):
+        assert not fast.learn(print, None, "scatter", (x, value), (0,)), value
+    assert fast("scatter", x, x, 0) is NotImplemented

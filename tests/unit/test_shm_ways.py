@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +11,10 @@ import numpy as np
 import pytest
 
 from mcr_plus.backends.shm import collectives_state as words
+from mcr_plus.backends.shm.backend import shape_of
 from mcr_plus.backends.shm.collectives import DirectCollectives
-from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
-from mcr_plus.backends.shm.slice_kernels import next_way, note_trial, slot_of
-from mcr_plus.core.c10d import HashStore
-from mcr_plus.core.group import Group
+from mcr_plus.backends.shm.segment import Shape
+from mcr_plus.backends.shm.slice_kernels import next_way, note_trial, place_of, slot_of
 
 FASTEST = words.LEAST_AT // 8
 
@@ -80,28 +78,61 @@ def test_the_least_time_per_byte_counts() -> None:
     assert times[FASTEST] == words.UNKNOWN
 
 
-@pytest.fixture(scope="module")
-def segment() -> Segment:
-    group = Group("g", (0,), 0)
-    return open_segment(HashStore(), group, Shape(1, area=64 << 10, ring=3), timedelta(seconds=9).seconds)
+class Room:
+    """A segment's addresses without its memory."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.rank, self.base, self.bells, self.probe = shape, 0, 1 << 20, 0, None
 
 
-def test_slices_that_may_be_in_flight_together_never_overlap(segment: Segment) -> None:
-    chance, kinds = random.Random(3), (words.ALL_REDUCE, words.ALL_GATHER, words.ALL_TO_ALL, words.SCATTER)
-    direct, shape, number = DirectCollectives(segment), segment.shape, 0
-    last: list[tuple[int, int]] = []
-    starts = set()
+EVEN = (
+    words.ALL_REDUCE,
+    words.ALL_GATHER,
+    words.ALL_TO_ALL,
+    words.REDUCE_SCATTER,
+    words.SCATTER,
+    words.BROADCAST,
+)
+PARTED = (words.ALL_TO_ALL, words.REDUCE_SCATTER, words.SCATTER)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_slices_that_may_be_in_flight_together_never_overlap(ranks: int) -> None:
+    chance, shape, number = random.Random(ranks), Shape(ranks, area=64 * ranks << 10, ring=3), 0
+    room: Any = Room(shape)
+    direct, last, starts = DirectCollectives(room), list[tuple[int, int]](), set()
     for _ in range(300):
-        width = chance.choice((1, 2, 4, 8))
-        state = direct.bind(chance.choice(kinds), chance.randint(1, 100_000 // width), width)
-        state[words.BASE] = number
+        width, kind = chance.choice((1, 2, 4, 8)), chance.choice(EVEN)
+        state = direct.bind(kind, chance.randint(1, 200_000 // width), width)
+        state[words.BASE], parts = number, ranks if kind in PARTED else 1
         for index in range(int(state[words.SLICES])):
-            nbytes = min(state[words.SLICE], state[words.COUNT] - index * state[words.SLICE]) * width
-            start = int(slot_of(state, 0, index)) - (segment.base + shape.areas)
+            left = min(state[words.SLICE], state[words.COUNT] - index * state[words.SLICE])
+            nbytes = int((parts - 1) * state[words.SLICE] + left) * width
+            start = int(slot_of(state, 0, index)) - (room.base + shape.areas)
             starts.add(start)
-            last = [*last, (start, start + int(nbytes))][-shape.ring :]
+            last = [*last, (start, start + nbytes)][-shape.ring :]
             assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(last)))
             assert start >= 0
             assert start + nbytes <= shape.ring * shape.area
         number += int(state[words.SLICES])
     assert len(starts) > 3 * shape.ring  # not always at the beginning of slots
+
+
+@pytest.mark.parametrize("kind", [words.EXCHANGE, words.SHARE, words.REDUCE_SCATTER_V])
+def test_slices_of_uneven_sizes_fit_a_slot_for_every_number_of_ranks(kind: int) -> None:
+    for ranks in range(2, 129):
+        room: Any = Room(shape_of(ranks))
+        for width in (1, 2, 4, 8):
+            pattern = DirectCollectives(room).bind(kind, 0, width)
+            parts = 1 if kind == words.SHARE else ranks
+            part = int(pattern[words.SLICE]) * width
+            header = int(pattern[words.HEADER])
+            assert header >= 8 * (2 + ranks)
+            assert part >= 64
+            assert header + parts * part <= room.shape.area
+            for most in (0, 1, part // width // 3, part // width):
+                state = DirectCollectives(room).of_sizes(pattern, [most] * ranks, [most] * ranks)
+                for base in range(0, 40, 3):
+                    state[words.BASE] = base
+                    place = int(place_of(state, np.int64(0), np.int64(most)))
+                    assert 0 <= place <= part - most * width

@@ -58,7 +58,8 @@ _IN_PLACE: Final = {
 }
 _TRIED: Final = (*_IN_PLACE, ALL_REDUCE_WHOLE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V)
 _TRIED_FROM: Final = 1 << 10  # bytes
-_PARTED: Final = (ALL_TO_ALL, REDUCE_SCATTER, SCATTER)  # slots have a part for each rank
+# Slots have a part for each rank.
+_PARTED: Final = (ALL_TO_ALL, REDUCE_SCATTER, SCATTER, EXCHANGE, REDUCE_SCATTER_V)
 _CACHED: Final = 768 << 10  # maximum bytes of a slice that stays in the core's cache until a peer reads it
 
 
@@ -117,13 +118,14 @@ class DirectCollectives:
         # Small all_reduces save an exchange. For some other kinds, a slot holds a part for each rank.
         if kind == ALL_REDUCE and count * width <= self._whole:
             kind = ALL_REDUCE_WHOLE
-        if kind in (EXCHANGE, REDUCE_SCATTER_V) or kind in _PARTED:
-            area = (area - header) // shape.ranks // 64 * 64
-        slice_elements, stride = (area - header) // width, shape.area
+        area -= header
+        if kind in _PARTED:
+            area = area // shape.ranks // 64 * 64
+        slice_elements, stride = area // width, shape.area
         if kind not in UNEVEN:
             slice_elements = min(slice_elements, -(-max(count, 1) // 64) * 64)
             parts = shape.ranks if kind in _PARTED else 1
-            stride = -(-slice_elements * width * parts // PAGE) * PAGE
+            stride = -(-slice_elements * width * parts // PAGE) * PAGE  # a page for tiny slices, in one place
         state: Any = np.zeros(words.WORDS + (2 * shape.ranks if kind in UNEVEN else 0), np.int64)
         settings = {
             words.KIND: kind,

@@ -34,14 +34,11 @@ import numba
 import numpy as np
 
 from mcr_plus.backends.shm.atomics import (
-    STREAMED,
     call,
-    copy,
     fence,
     load_acquire,
     pause,
     store_release,
-    stream,
 )
 from mcr_plus.backends.shm.collectives_state import (
     AGREED,
@@ -79,7 +76,6 @@ from mcr_plus.backends.shm.collectives_state import (
     REDUCE_SCATTER,
     REDUCE_SCATTER_V,
     REDUCED,
-    RING,
     ROOT,
     SCATTER,
     SHARE,
@@ -104,7 +100,11 @@ from mcr_plus.backends.shm.slice_kernels import (
     all_put,
     block_of,
     bounds_of,
+    deliver,
     expose,
+    fill,
+    first_of,
+    hands_over,
     has_ended,
     has_put,
     has_reduced,
@@ -114,8 +114,10 @@ from mcr_plus.backends.shm.slice_kernels import (
     may_put_next,
     may_reduce_next,
     may_take_next,
+    move,
     next_way,
     note_trial,
+    place_of,
     read_exposed,
     slot_of,
 )
@@ -133,42 +135,6 @@ def _left(state, count, index):  # type: ignore[no-untyped-def]
 
 
 @linked
-def _copy(target, source, nbytes, streams):  # type: ignore[no-untyped-def]
-    """Copy, past the caches if `streams`."""
-    if not streams or nbytes < 2 * STREAMED:
-        copy(target, source, nbytes)
-        return
-    head = -target % STREAMED
-    copy(target, source, head)
-    for _ in range((nbytes - head) // STREAMED):
-        stream(target + head, source + head)
-        head += STREAMED
-    copy(target + head, source + head, nbytes - head)
-
-
-@linked
-def _fill(state, slot, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy into a slot."""
-    _copy(slot, source, nbytes, state[WAY] == PAST_CACHES)
-
-
-@linked
-def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy into the caller's buffer, past the caches if the result is larger than the caches."""
-    _copy(target, source, nbytes, state[STREAMS] != 0)
-
-
-@linked
-def _place_of(state, index, most):  # type: ignore[no-untyped-def]
-    """Return the offset of this rank's data in the parts of a slot, of at most `most` elements each."""
-    stride = -(-most * state[WIDTH] // PAGE) * PAGE
-    places = state[SLICE] * state[WIDTH] // max(stride, PAGE)
-    if index or places < 2 or stride == PAGE:
-        return np.int64(0)
-    return state[BASE] // state[RING] % places * stride
-
-
-@linked
 def _put_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     slot, source, skip = slot_of(state, me, index), state[SOURCE], index * state[SLICE] * width
@@ -178,20 +144,20 @@ def _put_uneven(state, index):  # type: ignore[no-untyped-def]
         store_release(slot + 8 * (1 + rank), state[WORDS + rank])
         if rank != me:
             most = max(most, state[WORDS + rank])
-    place = _place_of(state, index, most)
+    place = place_of(state, index, most)
     store_release(slot + 8 * (1 + ranks), place)
     if state[EXPOSES]:
         expose(state, index)
         return
     slot += state[HEADER] + place
     if state[KIND] == SHARE:
-        _fill(state, slot, source + skip, _left(state, most, index) * width)
+        fill(state, slot, source + skip, _left(state, most, index) * width)
         return
     for rank in range(ranks):
         count = state[WORDS + rank]
         if rank != me:
             at = slot + rank * state[SLICE] * width
-            _fill(state, at, source + skip, _left(state, count, index) * width)
+            fill(state, at, source + skip, _left(state, count, index) * width)
         source += count * width
 
 
@@ -209,15 +175,6 @@ def _agree(state):  # type: ignore[no-untyped-def]
 
 
 @linked
-def _start(me, ranks):  # type: ignore[no-untyped-def]
-    """Return whose data a rank takes first: readers of the same pages hinder each other in the kernel.
-
-    Of two ranks one reads while the other copies its own data.
-    """
-    return me + 1 if ranks > 2 else np.int64(0)
-
-
-@linked
 def _take_uneven(state, index):  # type: ignore[no-untyped-def]
     """Copy a slice of every rank's data for this rank; this rank's own part comes from the source.
 
@@ -226,7 +183,7 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     skip = index * state[SLICE] * width
     target = state[TARGET] + skip
-    start = _start(me, ranks)
+    start = first_of(me, ranks)
     for before in range(start):
         target += state[WORDS + ranks + before] * width
     for step in range(ranks):
@@ -250,7 +207,7 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
                 if state[KIND] == EXCHANGE:
                     at += me * state[SLICE] * width
             if at != target:
-                _deliver(state, target, at, nbytes)
+                deliver(state, target, at, nbytes)
         target += expected * width
     return True
 
@@ -280,9 +237,9 @@ def _put_and_keep(state, slot, source, first, nbytes):  # type: ignore[no-untype
     own = state[TARGET] + (state[RANK] * state[COUNT] + first) * state[WIDTH]
     for low in range(0, nbytes, CHUNK):
         size = min(CHUNK, nbytes - low)
-        _fill(state, slot + low, source + low, size)
+        fill(state, slot + low, source + low, size)
         if source != own:
-            _deliver(state, own + low, source + low, size)
+            deliver(state, own + low, source + low, size)
 
 
 @linked
@@ -301,13 +258,13 @@ def _put(state, index):  # type: ignore[no-untyped-def]
         for rank in range(ranks):
             low, size = bounds_of(state, rank, elements)
             if rank != me and size > 0:
-                _fill(state, slot + low * width, source + (first + low) * width, size * width)
+                fill(state, slot + low * width, source + (first + low) * width, size * width)
     elif kind in (ALL_TO_ALL, REDUCE_SCATTER) or (kind == SCATTER and me == state[ROOT]):
         block = state[COUNT]
         for rank in range(ranks):
             if rank != me:
                 at = source + (rank * block + first) * width
-                _fill(state, slot + rank * state[SLICE] * width, at, elements * width)
+                fill(state, slot + rank * state[SLICE] * width, at, elements * width)
     elif kind == ALL_GATHER and state[STREAMS]:
         _put_and_keep(state, slot, source + first * width, first, elements * width)
     elif (
@@ -315,7 +272,7 @@ def _put(state, index):  # type: ignore[no-untyped-def]
         or (kind == BROADCAST and me == state[ROOT])
         or (kind == GATHER and me != state[ROOT])
     ):
-        _fill(state, slot, source + first * width, elements * width)
+        fill(state, slot, source + first * width, elements * width)
 
 
 @linked
@@ -340,7 +297,7 @@ def _reduce_parts(state, index, result, left, at, skip, elements):  # type: igno
         if divide:
             call(divide, own, own, state[RANKS], size)
         if streams:
-            _copy(result + offset, into, size * width, True)
+            move(result + offset, into, size * width, True)
     return True
 
 
@@ -383,8 +340,20 @@ def _receive(state, rank, index, target, at, word, skip, nbytes):  # type: ignor
     if rank != state[RANK] and is_exposed(state, rank, index):
         return read_exposed(state, rank, index, word, skip, target, nbytes)
     if at != target:
-        _deliver(state, target, at, nbytes)
+        deliver(state, target, at, nbytes)
     return True
+
+
+@linked
+def _receive_from_root(state, index, target, skip, nbytes):  # type: ignore[no-untyped-def]
+    """Copy a slice of a broadcast, as `_receive`; several readers of the same memory begin at other pages."""
+    root, ranks, low = state[ROOT], state[RANKS], np.int64(0)
+    if ranks > 2 and is_exposed(state, root, index):
+        low = (state[RANK] - root) % ranks * (nbytes // ranks) // PAGE * PAGE
+    at = slot_of(state, root, index)
+    return _receive(state, root, index, target + low, at, 1, skip + low, nbytes - low) and (
+        low == 0 or _receive(state, root, index, target, at, 1, skip, low)
+    )
 
 
 @linked
@@ -392,7 +361,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
     """Copy a slice of results; return False if the memory of a rank cannot be read."""
     kind, me, width, root = state[KIND], state[RANK], state[WIDTH], state[ROOT]
     ranks = state[RANKS]
-    start = _start(me, ranks)
+    start = first_of(me, ranks)
     if kind in UNEVEN:
         return kind == REDUCE_SCATTER_V or state[MISMATCH] != 0 or _take_uneven(state, index)
     first = index * state[SLICE]
@@ -418,12 +387,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
             if not _receive(state, rank, index, target + rank * block, at, 1, theirs, nbytes):
                 return False
     elif kind == BROADCAST and me != root:
-        # Readers begin at different pages.
-        low = (me - root) % ranks * (nbytes // ranks) // PAGE * PAGE if is_exposed(state, root, index) else 0
-        at = slot_of(state, root, index)
-        return _receive(state, root, index, target + low, at, 1, skip + low, nbytes - low) and (
-            low == 0 or _receive(state, root, index, target, at, 1, skip, low)
-        )
+        return _receive_from_root(state, index, target, skip, nbytes)
     elif kind == SCATTER:
         theirs = me * state[COUNT] * width + skip
         at = slot_of(state, root, index) + me * state[SLICE] * width if me != root else state[SOURCE] + theirs
@@ -488,7 +452,8 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     state[PUT] = state[REDUCED] = state[TAKEN] = 0
     state[MISMATCH] = state[UNREADABLE] = 0
     state[BEGAN] = 0
-    way = next_way(state)
+    # Ranks that only receive do not count as trials: their times are those of their peers' ways.
+    way = next_way(state) if hands_over(state) else np.int64(COPIED)
     exposes = way == IN_PLACE and state[SHARING] != NEVER and may_expose(state, source, target)
     state[EXPOSES] = exposes
     if way == IN_PLACE and not exposes:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcr_plus.backends.shm.atomics import clock, fence, load_acquire, remote_read, store_release
+from mcr_plus.backends.shm.atomics import (
+    STREAMED,
+    clock,
+    copy,
+    fence,
+    load_acquire,
+    remote_read,
+    store_release,
+    stream,
+)
 from mcr_plus.backends.shm.collectives_state import (
     AGREED,
     ALL_REDUCE,
@@ -33,6 +42,7 @@ from mcr_plus.backends.shm.collectives_state import (
     LEAST_AT,
     LINES,
     NEVER,
+    PAGE,
     PAST_CACHES,
     PERIOD,
     PLACES,
@@ -55,6 +65,7 @@ from mcr_plus.backends.shm.collectives_state import (
     SLICE,
     SLICES,
     SOURCE,
+    STREAMS,
     STRIDE,
     TAG,
     TAGS_AT,
@@ -243,6 +254,13 @@ def has_ended(state):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def hands_over(state):  # type: ignore[no-untyped-def]
+    """Return whether this rank gives data to others."""
+    kind, is_root = state[KIND], state[RANK] == state[ROOT]
+    return not (kind in (BROADCAST, SCATTER) and not is_root) and not (kind == GATHER and is_root)
+
+
+@compiled
 def next_way(state):  # type: ignore[no-untyped-def]
     """Return how the next operation hands over its data; begin a trial if its time is to be noted."""
     trials, first = state[TRIALS], state[FIRST]
@@ -293,12 +311,10 @@ def may_expose(state, source, target):  # type: ignore[no-untyped-def]
                         state[SHARING] = NEVER
                     return False
         state[SHARING] = ALWAYS
-    kind, me, root = state[KIND], state[RANK], state[ROOT]
-    if state[SHARING] == NEVER or (
-        (kind in (ALL_TO_ALL, EXCHANGE) and source == target)  # peers would read what this rank has received
-        or (kind in (BROADCAST, SCATTER) and me != root)
-        or (kind == GATHER and me == root)
-    ):
+    kind = state[KIND]
+    if state[SHARING] == NEVER or not hands_over(state):
+        return False
+    if kind in (ALL_TO_ALL, EXCHANGE) and source == target:  # peers would read what this rank has received
         return False
     if state[EXPOSES] and source == state[SOURCE] and target == state[TARGET]:
         return True
@@ -325,3 +341,48 @@ def note_trial(state):  # type: ignore[no-untyped-def]
     at = state[TRIALS] + LEAST_AT + 8 * state[WAY]
     nbytes = max(np.int64(1), state[COUNT] * state[WIDTH])
     store_release(at, min(load_acquire(at), 1000 * (clock() - state[BEGAN]) // nbytes))
+
+
+@compiled
+def move(target, source, nbytes, streams):  # type: ignore[no-untyped-def]
+    """Copy, past the caches if `streams`."""
+    if not streams or nbytes < 2 * STREAMED:
+        copy(target, source, nbytes)
+        return
+    head = -target % STREAMED
+    copy(target, source, head)
+    for _ in range((nbytes - head) // STREAMED):
+        stream(target + head, source + head)
+        head += STREAMED
+    copy(target + head, source + head, nbytes - head)
+
+
+@compiled
+def fill(state, slot, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy into a slot."""
+    move(slot, source, nbytes, state[WAY] == PAST_CACHES)
+
+
+@compiled
+def deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy into the caller's buffer, past the caches if the result is larger than the caches."""
+    move(target, source, nbytes, state[STREAMS] != 0)
+
+
+@compiled
+def place_of(state, index, most):  # type: ignore[no-untyped-def]
+    """Return the offset of this rank's data in the parts of a slot, of at most `most` elements each."""
+    stride = -(-most * state[WIDTH] // PAGE) * PAGE
+    places = state[SLICE] * state[WIDTH] // max(stride, PAGE)
+    if index or places < 2 or stride == PAGE:
+        return np.int64(0)
+    return state[BASE] // state[RING] % places * stride
+
+
+@compiled
+def first_of(me, ranks):  # type: ignore[no-untyped-def]
+    """Return whose data a rank takes first: readers of the same pages hinder each other in the kernel.
+
+    Of two ranks one reads while the other copies its own data.
+    """
+    return me + 1 if ranks > 2 else np.int64(0)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,7 +127,7 @@ def by_default(rounds: int) -> dict[str, float]:
     comm = mcr.init()
     dist.init_process_group("mcr")
     x = torch.ones(2)
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = dist.ReduceOp.MAX, False
     group = dist.group.WORLD
     assert group is not None

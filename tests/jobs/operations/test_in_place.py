@@ -9,6 +9,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msccl_jobs as jobs
 import numpy as np
@@ -33,7 +34,7 @@ reads = pytest.mark.skipif(bool(readable.why_not()), reason=f"peers cannot be re
 
 def hand_over(way: int | None) -> None:
     """Let later groups hand over data in one way; None for what turns out to be fastest."""
-    backend.DirectCollectives = partial(DirectCollectives, way=way)  # type: ignore[misc, assignment]
+    mock.patch.object(backend, "DirectCollectives", partial(DirectCollectives, way=way)).start()
 
 
 def values(rank: int, size: int, seed: int) -> np.ndarray[Any, Any]:

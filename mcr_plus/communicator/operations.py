@@ -443,7 +443,8 @@ def _listed(
     `tensors`: output and input, of which one is the list, or None except on the root. `own`: the method's
     arguments after them.
     """
-    given = tuple(each for each in tensors if each is not None)
+    target, source = tensors
+    given = tensors if target is not None and source is not None else (source if target is None else target,)
     fast = None if async_op else group._fast
     rest = (*own, *options, *options.values())
     if fast is not None:

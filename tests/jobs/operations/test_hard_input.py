@@ -390,8 +390,10 @@ def refused(how: str) -> list[Any]:
     if own_rank() == 0 and how == "filter":
         if problem := refuse_reads():
             return [problem, [], []]
-    elif own_rank() == 0:
+    elif own_rank() == 0 and how == "user":
         become_another_user()
+    elif own_rank() == 0:
+        readable.read = lambda pid, address: (0, "process_vm_readv: Operation not permitted")
     with mcr.init(CONFIG) as comm:
         mcr.new_group([0, 1]).barrier()
         wrong = [
@@ -409,6 +411,7 @@ def refused(how: str) -> list[Any]:
 @pytest.mark.parametrize(
     "how",
     [
+        "pretended",
         pytest.param(
             "filter", marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="a filter for x86-64")
         ),

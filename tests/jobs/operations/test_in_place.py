@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -174,32 +172,6 @@ def in_turns() -> list[str]:
 def test_results_of_changing_sizes(ranks: int) -> None:
     for result in run_ranks(in_turns, ranks, via="torch"):
         assert result.value == []
-
-
-def refused() -> tuple[list[str], list[str]]:
-    """Run all kinds while rank 1 cannot read its peers."""
-    messages: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logging.getLogger("mcr_plus").addHandler(Kept())
-    logging.getLogger("mcr_plus").setLevel(logging.INFO)
-    hand_over(words.IN_PLACE)
-    if os.environ["RANK"] == "1":
-        readable.read = lambda pid, address: (0, "process_vm_readv: Operation not permitted")
-    with mcr.init(CONFIG):
-        return failures(), [each for each in messages if "twice" in each]
-
-
-@reads
-def test_a_kernel_that_refuses_is_named_once_and_data_are_copied() -> None:
-    first, second = run_ranks(refused, 2, via="torch")
-    assert first.value == [[], []]
-    assert second.value[0] == []
-    (said,) = second.value[1]
-    assert "not permitted" in said
 
 
 @reads

@@ -6,7 +6,8 @@ Data are copied into slots, stored there past the caches, or read by peers in pl
 rank to another (of all_reduce and broadcast: of the buffer). The ways take turns in every round, whatever the
 runtime would choose. Printed are the least microseconds of a call, and the median in brackets. `huge pages`
 reads in place with buffers on pages of 2 MiB, which the kernel finds faster; the system must allow them
-(`madvise`). Which way is best depends on where the ranks' cores are: run it several times, or pin the ranks.
+(`madvise`). `--one-place` puts every slice at the beginning of its slot. Which way is best depends on where
+the ranks' cores are: run it several times, or pin the ranks.
 """
 
 from __future__ import annotations
@@ -61,11 +62,15 @@ def room(nbytes: int, huge: bool) -> torch.Tensor:
     return whole[start : start + nbytes // 4].fill_(1)
 
 
-def candidate(kind: str, nbytes: int, way: str, queue: WorkQueue, collectives: DirectCollectives) -> Call:
+def candidate(
+    kind: str, nbytes: int, way: str, queue: WorkQueue, collectives: DirectCollectives, one_place: bool
+) -> Call:
     """One call of a way."""
     ranks, (first, huge) = MPI.COMM_WORLD.size, WAYS[way]
     state: Any = collectives.bind(KINDS[kind], nbytes // 4, 4, kernels_for(torch.float32, "MAX"))
     state[words.FIRST] = first
+    if one_place:
+        state[words.PLACES] = 1
     source = room(nbytes * (ranks if kind in ("all_to_all", "reduce_scatter") else 1), huge)
     target = source if kind in ("all_reduce", "broadcast") else room(nbytes * ranks, huge)
     begin = queue.bind(*begin_and_advance(), state)
@@ -79,7 +84,13 @@ def candidate(kind: str, nbytes: int, way: str, queue: WorkQueue, collectives: D
 
 
 @harness.program
-def main(kinds: str = ",".join(KINDS), sizes: str = SIZES, rounds: Rounds = 9, output: Output = None) -> None:
+def main(
+    kinds: str = ",".join(KINDS),
+    sizes: str = SIZES,
+    rounds: Rounds = 9,
+    one_place: bool = False,
+    output: Output = None,
+) -> None:
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", free_port(comm), comm.size, comm.rank == 0)
@@ -90,7 +101,7 @@ def main(kinds: str = ",".join(KINDS), sizes: str = SIZES, rounds: Rounds = 9, o
     for kind in harness.chosen(kinds.split(","), KINDS, "kind"):
         for nbytes in map(parse_size, sizes.split(",")):
             ways = list(WAYS)[: 2 if kind == "reduce_scatter" else None]
-            found = {way: candidate(kind, nbytes, way, queue, collectives) for way in ways}
+            found = {way: candidate(kind, nbytes, way, queue, collectives, one_place) for way in ways}
             spent = harness.slowest(
                 found, rounds, comm.Barrier, partial(comm.allreduce, op=MPI.MAX), most=500
             )

@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, ABCMeta, abstractmethod
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, cast
@@ -117,19 +116,24 @@ class FirstCalls:
 class NativeStart(NamedTuple):
     """Start of an operation in compiled code; the attribute `native` of a `Start` makes it.
 
+    For a message, `native` takes peer and tag, and returns None if compiled code cannot start it.
+
     Attributes:
         begin: address of a C function: address of `words`, source and target → 1 if the operation is done.
         advance: the same of a C function: address of `words`, 1 → 1 if the operation is done.
         words: the operation's state, int64.
         running: operations in progress; `begin` may run while it is empty, by a thread that holds the GIL.
-        begun: takes an operation over for which `begin` has returned 0: source, target, object to keep.
+            None for messages.
+        begun: takes an operation over for which `begin` has returned 0: source, target, tensors to keep.
+        active: address of a number of messages in progress, which must be 0 too; 0 if there is none.
     """
 
     begin: int
     advance: int
     words: Any
-    running: deque[Any]
-    begun: Callable[[int, int, object], Poll]
+    running: Sized | None
+    begun: Callable[[int, int, Any], Poll]
+    active: int = 0
 
 
 class Persistent(Protocol):

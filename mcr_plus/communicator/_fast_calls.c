@@ -140,9 +140,10 @@ typedef struct {
     int polls;         /* calls of `advance` before Python waits, which may sleep */
     int64_t *words;    /* the operation's state */
     uint64_t *counter; /* of the group's board */
+    int64_t *active;   /* a number that must be 0; or NULL */
     int reads, writes;
-    PyObject *running; /* the work queue: a deque */
-    PyObject *operation, *group, *waiting, *remember, *signature;
+    PyObject *running; /* the work queue: a deque; for messages the list of deferred ones */
+    PyObject *operation, *group, *waiting, *remember, *place, *signature;
     PyObject *resume; /* (source, target, tensors): wait for an operation that has begun */
     PyObject *retain; /* (source, target, tensors): keep an operation that has begun in flight */
     PyObject *keep;   /* owner of `words` */
@@ -161,10 +162,16 @@ static int attribute_is(PyObject *owner, PyObject *name, PyObject *value)
     return found == value;
 }
 
+/* Return whether no operation is in progress that may come first. */
+static int is_idle(const NativeRun *self)
+{
+    return Py_SIZE(self->running) == 0 && (self->active == NULL || *self->active == 0);
+}
+
 /* Return whether the operation may run now: by this thread, in an open group, behind no other; -1 after an error. */
 static int is_ready(NativeRun *self)
 {
-    if (Py_SIZE(self->running) != 0)
+    if (!is_idle(self))
         return 0;
     PyObject *thread = PyObject_GetAttr(self->group, name_thread);
     if (thread == NULL)
@@ -181,7 +188,8 @@ static int is_ready(NativeRun *self)
 /* Return 1 if the operation is complete, 0 if Python must run it, -1 after an error. */
 static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *facts, int count)
 {
-    PyObject *note = PyTuple_New(3); /* first: it may collect garbage, whose finalizers may do anything */
+    int is_message = PyTuple_GET_SIZE(self->place) != 0;
+    PyObject *note = PyTuple_New(3 + is_message); /* first: it may collect garbage, whose finalizers may do anything */
     if (note == NULL)
         return -1;
     int ready = is_ready(self);
@@ -191,19 +199,23 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
     }
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    uint64_t number = *self->counter + 1;
-    PyTuple_SET_ITEM(note, 0, PyLong_FromUnsignedLongLong(number));
-    PyTuple_SET_ITEM(note, 1, Py_NewRef(self->signature));
-    PyTuple_SET_ITEM(note, 2, PyLong_FromLongLong((long long)now.tv_sec * 1000000000LL + now.tv_nsec));
-    PyObject *done = NULL;
-    if (PyTuple_GET_ITEM(note, 0) != NULL && PyTuple_GET_ITEM(note, 2) != NULL
-        && PyObject_SetAttr(self->group, name_sequence, PyTuple_GET_ITEM(note, 0)) == 0)
+    PyObject *number = NULL, *done = NULL;
+    PyObject *time = PyLong_FromLongLong((long long)now.tv_sec * 1000000000LL + now.tv_nsec);
+    PyTuple_SET_ITEM(note, 1 + is_message, Py_NewRef(self->signature));
+    PyTuple_SET_ITEM(note, 2 + is_message, time);
+    if (is_message) /* has no number in the group's order */
+        for (int index = 0; index < 2; index++)
+            PyTuple_SET_ITEM(note, index, Py_NewRef(PyTuple_GET_ITEM(self->place, index)));
+    else
+        PyTuple_SET_ITEM(note, 0, number = PyLong_FromUnsignedLongLong(*self->counter + 1));
+    if (time != NULL
+        && (is_message || (number != NULL && PyObject_SetAttr(self->group, name_sequence, number) == 0)))
         done = PyObject_CallOneArg(self->remember, note);
     Py_DECREF(note);
     if (done == NULL)
         return -1;
     Py_DECREF(done);
-    *self->counter = number;
+    *self->counter += !is_message;
     int64_t target = self->writes ? (int64_t)facts[0].data : 0;
     int64_t source = count == 2 ? (int64_t)facts[1].data : self->reads ? (int64_t)facts[0].data : target;
     int complete = self->begin(self->words, source, target) != 0;
@@ -223,7 +235,7 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
             PyTuple_SET_ITEM(held, index, value);
         }
         done = PyObject_CallFunction(self->resume, "LLO", (long long)source, (long long)target, held);
-        if (done == NULL && Py_SIZE(self->running) == 0) { /* interrupted; peers depend on the operation */
+        if (done == NULL && is_idle(self)) { /* interrupted; peers depend on the operation */
             PyObject *kind, *value, *trace;
             PyErr_Fetch(&kind, &value, &trace);
             PyObject *poll = PyObject_CallFunction(self->retain, "LLO", (long long)source, (long long)target, held);
@@ -245,20 +257,21 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
 
 static int native_init(NativeRun *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"begin", "advance", "polls", "words", "counter", "reads", "writes", "running", "operation", "group",
-                            "waiting", "remember", "signature", "resume", "retain", "keep", NULL};
-    unsigned long long begin, advance, words, counter;
+    static char *names[] = {"begin", "advance", "polls", "words", "counter", "active", "reads", "writes", "running", "operation",
+                            "group", "waiting", "remember", "place", "signature", "resume", "retain", "keep", NULL};
+    unsigned long long begin, advance, words, counter, active;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "KKiKKppOOOOOOOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &self->reads,
-            &self->writes, &self->running, &self->operation, &self->group, &self->waiting, &self->remember,
-            &self->signature, &self->resume, &self->retain, &self->keep))
+            args, kwargs, "KKiKKKppOOOOOO!OOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &active,
+            &self->reads, &self->writes, &self->running, &self->operation, &self->group, &self->waiting,
+            &self->remember, &PyTuple_Type, &self->place, &self->signature, &self->resume, &self->retain, &self->keep))
         return -1;
     self->begin = (Begin)(uintptr_t)begin;
     self->advance = (Advance)(uintptr_t)advance;
     self->words = (int64_t *)(uintptr_t)words;
     self->counter = (uint64_t *)(uintptr_t)counter;
+    self->active = (int64_t *)(uintptr_t)active;
     PyObject *held[] = {self->running, self->operation, self->group, self->waiting, self->remember,
-                        self->signature, self->resume, self->retain, self->keep};
+                        self->place, self->signature, self->resume, self->retain, self->keep};
     for (size_t index = 0; index < sizeof(held) / sizeof(*held); index++)
         Py_INCREF(held[index]);
     return 0;
@@ -313,6 +326,7 @@ static int native_traverse(NativeRun *self, visitproc visit, void *arg)
     Py_VISIT(self->group);
     Py_VISIT(self->waiting);
     Py_VISIT(self->remember);
+    Py_VISIT(self->place);
     Py_VISIT(self->signature);
     Py_VISIT(self->resume);
     Py_VISIT(self->retain);
@@ -329,6 +343,7 @@ static int native_clear(NativeRun *self)
     Py_CLEAR(self->group);
     Py_CLEAR(self->waiting);
     Py_CLEAR(self->remember);
+    Py_CLEAR(self->place);
     Py_CLEAR(self->signature);
     Py_CLEAR(self->resume);
     Py_CLEAR(self->retain);
@@ -347,8 +362,9 @@ static void native_dealloc(NativeRun *self)
 
 static PyTypeObject native_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mcr_plus.communicator._fast_calls.NativeRun",
-    .tp_doc = "NativeRun(begin, advance, polls, words, counter, reads, writes, running, operation, group, waiting, remember, "
-              "signature, resume, retain, keep)\n--\n\nA small synchronous operation over shared memory.",
+    .tp_doc = "NativeRun(begin, advance, polls, words, counter, active, reads, writes, running, operation, group, waiting, "
+              "remember, place, signature, resume, retain, keep)\n--\n\nA small synchronous operation over shared memory; "
+              "`place`: peer and tag of a message, or ().",
     .tp_basicsize = sizeof(NativeRun),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
@@ -596,7 +612,7 @@ PyMODINIT_FUNC PyInit__fast_calls(void)
     name_thread = PyUnicode_InternFromString("fast_path_thread");
     name_sequence = PyUnicode_InternFromString("sequence");
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 2) < 0 /* see fast_calls.py */
+    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 3) < 0 /* see fast_calls.py */
         || PyModule_AddType(module, &calls_type) < 0 || PyModule_AddType(module, &native_type) < 0)
         return NULL;
     return module;

@@ -242,7 +242,7 @@ BUILDERS: Final[Mapping[str, Builder]] = {
         reduce_scatter_tensor, reduce_scatter, reduce_scatter_v, all_to_all_single, all_to_all, gather,
         gather_v, scatter, scatter_v, barrier, isend, irecv,
     )
-}  # fmt: skip
+} | {"send": isend, "recv": irecv}  # fmt: skip
 """The function that builds the `Call` of each method of `Communicator`."""
 
 

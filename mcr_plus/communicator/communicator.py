@@ -19,7 +19,7 @@ from mcr_plus.communicator.successors import Succession
 from mcr_plus.config.names import stored_backend
 from mcr_plus.core.foreign_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.group import Group
-from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
+from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
@@ -325,6 +325,7 @@ class Communicator(Operations):
         invalid options.
         """
         like, backend, tag = call.like, options.get("backend"), options.get("tag")
+        async_op = async_op or call.kind in MESSAGES
         compress = options.get("compress")
         if isinstance(compress, Mapping) or not options.keys() <= _OPTIONS:
             calls.check_options(call.kind, call.reduce_op, options)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.prepared import Prepared
 
 
-_INTERFACE: Final = 2  # of the functions of `_fast_calls.c`: both numbers change together
+_INTERFACE: Final = 3  # of the functions of `_fast_calls.c`: both numbers change together
 
 
 @cache
@@ -51,12 +51,19 @@ def native_run(ready: Prepared) -> Any:
     operation, message = ready.issue.operation, ready.message
     if ready.issue.native is None or operation is None or _opened()[0] is None:
         return None
-    native, state = ready.issue.native(), operation.state
+    engine, state, place = operation.engine, operation.state, ()
+    if operation.signature.is_p2p:
+        place = message.peer, message.match_tag
+    native = ready.issue.native(*place)
+    if native is None:
+        return None
     # An address, as an exported buffer would keep the board from closing; no call comes here after that.
     counter = np.frombuffer(state.board.counter, np.uint64).ctypes.data
+    # Messages have no number, and wait behind deferred ones.
     return _opened()[0].NativeRun(
-        native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter,
-        bool(message.inputs), bool(message.outputs), native.running, operation, state,
-        operation.engine.waiting, state.ring.append, operation.signature, *operation.resuming(native.begun),
-        native.words,
+        native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter, native.active,
+        bool(message.inputs), bool(message.outputs),
+        engine.unordered if native.running is None else native.running, operation, state, engine.waiting,
+        state.messages.append if place else state.ring.append, place, operation.signature,
+        *operation.resuming(native.begun, message.extras), native.words,
     )  # fmt: skip

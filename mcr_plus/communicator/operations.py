@@ -299,13 +299,15 @@ class Operations(ABC):
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
         """Send `tensor` to rank `dst`; returns when the program may change it. See `mcr.send`."""
-        self.isend(tensor, dst, tag, **options).wait()
+        if self._fast is None or options or self._fast("send", tensor, dst, tag, False) is NotImplemented:
+            self._call("send", (tensor,), (dst, tag), False, _labelled(options))
 
     def recv(
         self, tensor: Tensor, src: int | None = None, tag: int = 0, **options: Unpack[MessageOptions]
     ) -> None:
         """Receive into `tensor` from rank `src`, or from any rank. See `mcr.recv`."""
-        self.irecv(tensor, src, tag, **options).wait()
+        if self._fast is None or options or self._fast("recv", tensor, src, tag, False) is NotImplemented:
+            self._call("recv", (tensor,), (src, tag), False, _labelled(options))
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Work:
         """Start a send; `label` is its name in rules and logs. See `mcr.isend`."""

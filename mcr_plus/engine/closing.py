@@ -116,7 +116,7 @@ def forget(engine: Engine, state: GroupState) -> bool:
             channel.pending.clear()
             engine.mark_blocked(channel, state, False)
         engine.in_flight = deque(work for work in engine.in_flight if work.operation.state is not state)
-        engine.unordered = [work for work in engine.unordered if work.operation.state is not state]
+        engine.unordered[:] = [work for work in engine.unordered if work.operation.state is not state]
     return bool(left)
 
 

@@ -300,7 +300,7 @@ class Engine:
         for channel in list(self.blocked):
             self._start_ready(channel)
         if self.unordered:
-            self.unordered = start_messages(self.unordered, self._start)
+            self.unordered[:] = start_messages(self.unordered, self._start)
 
     def stop_thread(self) -> None:
         """End the background threads; from now on only callers make progress."""

@@ -26,7 +26,8 @@ class Issue:
         operation: the library operation that `start` starts, if it starts exactly one and nothing else.
         start_in_place, run_in_place: `start` and `run` for an in-place operation on one tensor, without a
             message; None if the chain has no such form.
-        native: makes the start of the same operation in compiled code; None if there is none.
+        native: makes the start of the same operation in compiled code, for a message of a peer and tag; None
+            if there is none.
     """
 
     __slots__ = ("native", "operation", "run", "run_in_place", "start", "start_in_place")
@@ -39,7 +40,7 @@ class Issue:
         operation: BoundOperation | None = None,
         start_in_place: Callable[[torch.Tensor], Work] | None = None,
         run_in_place: Callable[[torch.Tensor], None] | None = None,
-        native: Callable[[], NativeStart] | None = None,
+        native: Callable[..., NativeStart | None] | None = None,
     ) -> None:
         self.start = start
         self.run = run or (lambda message: start(message).wait())

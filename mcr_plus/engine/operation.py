@@ -6,7 +6,7 @@ from copy import copy
 from functools import partial
 from threading import get_ident
 from time import perf_counter, time_ns
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mcr_plus.backends.base import FirstCalls
 from mcr_plus.board.base import pad
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from mcr_plus.backends.base import Backend, Channel, Gate, NativeStart, Persistent, Poll, Start
-    from mcr_plus.core.message import Signature
+    from mcr_plus.core.message import Extras, Signature
     from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.group_state import BackendChannel, GroupState
 
@@ -71,7 +71,7 @@ class BoundOperation:
         self.signature = signature
         self.backend = signature.choice
         self.start = self._weighed(start) if signature.nbytes is None else start
-        self.native: Callable[[], NativeStart] | None = getattr(start, "native", None)
+        self.native: Callable[..., NativeStart | None] | None = getattr(start, "native", None)
         if isinstance(self.start, FirstCalls):
             self.start.on_settled = partial(setattr, self, "start")
         self.channel = channel
@@ -156,7 +156,7 @@ class BoundOperation:
         """Return how to issue this operation; a synchronous one needs no handle unless there is an error."""
         start = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
         if not self.inline:
-            return Issue(start, operation=self)
+            return Issue(start, operation=self, native=self.native if self.signature.is_p2p else None)
         in_place = self._bind_run_in_place(start) if self.signature.kind in IN_PLACE else None
         run = self._bind_run(start)
         return Issue(start, run, operation=self, run_in_place=in_place, native=self.native)
@@ -346,7 +346,7 @@ class BoundOperation:
         return run
 
     def resuming(
-        self, begun: Callable[[int, int, object], Poll]
+        self, begun: Callable[[int, int, Any], Poll], extras: Extras
     ) -> tuple[Callable[..., None], Callable[..., None]]:
         """Bind the rest of a synchronous call whose operation compiled code has begun, see `NativeStart`.
 
@@ -355,7 +355,7 @@ class BoundOperation:
         waiting, signature = self.engine.waiting, self.signature
 
         def resume(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
-            message, poll = Message(signature, tensors[-1:], tensors[:1]), None
+            message, poll = Message(signature, tensors[-1:], tensors[:1], **extras), None
             try:
                 poll = begun(source, target, tensors)
                 is_done = self._poll_longer(poll)  # compiled code has made the first polls
@@ -367,9 +367,8 @@ class BoundOperation:
                 self._wait_run(message, poll)
 
         def retain(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
-            message = Message(signature, tensors[-1:], tensors[:1])
-            poll = begun(source, target, tensors)
-            self._keep(IssuedWork(self, message, poll, self.state.sequence))
+            message = Message(signature, tensors[-1:], tensors[:1], **extras)
+            self._keep(self._issued(message, begun(source, target, tensors)))
 
         return resume, retain
 
@@ -409,7 +408,7 @@ class BoundOperation:
         return True
 
     def _wait_run(self, message: Message, poll: Poll | None) -> None:
-        work = IssuedWork(self, message, poll, self.state.sequence)
+        work = self._issued(message, poll)
         try:
             work.wait()
         except Exception:
@@ -418,13 +417,19 @@ class BoundOperation:
             self._keep(work)
             raise
 
+    def _issued(self, message: Message, poll: Poll | None) -> IssuedWork:
+        """Return the handle of an operation that was started without one."""
+        work = IssuedWork(self, message, poll, 0 if self.signature.is_p2p else self.state.sequence)
+        work.issued = time_ns() if self.signature.is_p2p else 0
+        return work
+
     def _keep(self, work: IssuedWork) -> None:
         """Keep the operation in flight after an interrupt, since the library still has the tensors."""
         with self.engine.lock:
             self.engine.keep_alive(work)
 
     def _fail_run(self, message: Message, poll: Poll | None, error: BaseException) -> NoReturn:
-        work = IssuedWork(self, message, poll, self.state.sequence)
+        work = self._issued(message, poll)
         if poll is not None and not isinstance(error, Exception):
             self._keep(work)
             raise error

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mcr_plus.backends.base import Corrupted, ReceivePoll
+from mcr_plus.backends.base import Corrupted, NativeStart, ReceivePoll
 from mcr_plus.backends.mpi.p2p import mismatch
 from mcr_plus.backends.shm.p2p_kernels import (
+    ACTIVE,
     BELLS,
     CARRY_IN,
     CARRY_OUT,
@@ -44,17 +45,21 @@ from mcr_plus.backends.shm.p2p_kernels import (
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.core.kinds import DTYPES
 from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
+from mcr_plus.kernels.images import c_kernel
 
 if TYPE_CHECKING:
     import torch
 
     from mcr_plus.backends.base import Poll, Start
+    from mcr_plus.backends.shm.queue import Run
     from mcr_plus.backends.shm.segment import Segment
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
 
 _CHANNEL: Final = 0  # channel of the queues; algorithms use the others
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+_KERNELS: Final = "mcr_plus.backends.shm.p2p_kernels"
+_NATIVE: Final = 1 << 20  # most bytes of a message that may hold the GIL
 _AT_ONCE: Final = 16  # maximum number of returns of `advance` in one poll, so that deadlines are checked
 
 
@@ -164,7 +169,6 @@ class PointToPoint:
         self._unexpected: dict[tuple[int, int], deque[_Unexpected]] = {}  # by source and tag
         # The destination of the message that leaves a queue, by source; None if the message is discarded.
         self._coming: list[_QueueReceive | _Unexpected | None] = [None] * shape.ranks
-        self._in_flight = 0  # sends, receives, and messages being discarded or copied as unexpected
         self._posted = self._unexpected_count = 0
 
     def _describe(self, row: int, source: int, target: int) -> None:
@@ -201,7 +205,7 @@ class PointToPoint:
         if signature.nbytes is None:
             return lambda message: self.bind_send(_sized(signature, message.inputs[0]), mark)(message)
         code, nbytes = _described(signature)
-        state, sends, me = self._state, self._sends, self._group.rank
+        state, words, sends, me = self._state, self._words, self._sends, self._group.rank
 
         def start(message: Message) -> Poll:
             peer, tensor = message.peer, message.inputs[0]
@@ -211,13 +215,28 @@ class PointToPoint:
                 return _done
             arguments = _row(peer, False), message.match_tag, code, nbytes, mark, tensor.data_ptr()
             queue = sends[peer]
+            words[ACTIVE] += 1  # before the kernel, which releases the GIL
             if not queue and send(state, *arguments):
+                words[ACTIVE] -= 1
                 return _done
             poll = _QueueSend(self, tensor, arguments)
             queue.append(poll)
-            self._in_flight += 1
             return poll
 
+        def native(peer: int | None, tag: int) -> NativeStart | None:
+            if peer is None or peer == me:
+                return None
+
+            def begun(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> Poll:  # noqa: ARG001
+                words[ACTIVE] += 1
+                poll = _QueueSend(self, tensors[0], (_row(peer, False), tag, code, nbytes, mark, source))
+                sends[peer].append(poll)
+                return poll
+
+            return self._native("send_at", _row(peer, False), tag, code, nbytes, begun)
+
+        if not mark and nbytes <= _NATIVE:
+            start.native = native  # type: ignore[attr-defined]
         return start
 
     def bind_receive(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
@@ -232,15 +251,15 @@ class PointToPoint:
                 message
             )
         code, nbytes = _described(signature)
-        me, words, coming, due = self._group.rank, self._words, self._coming, self._due
+        me, words = self._group.rank, self._words
 
         def start(message: Message) -> Poll:
             peer, tag, target = message.peer, message.match_tag, message.outputs[0]
             receive = _QueueReceive(self, signature, peer, tag, target, corrupted)
+            words[ACTIVE] += 1  # before the kernel, which releases the GIL
             # Unexpected messages are older than messages in the queue, so they match first.
             early = self._take_unexpected(peer, tag) if self._unexpected else None
             if early is not None:
-                self._in_flight += 1
                 if early.complete:
                     self._deliver(early, receive)
                 else:
@@ -255,17 +274,41 @@ class PointToPoint:
             if words[row + MODE] == PULLS:
                 self._wait(receive)
             elif expect(self._state, row, tag, code, nbytes, target.data_ptr()):
+                words[ACTIVE] -= 1
                 receive.end(peer, words[row + DAMAGED])
             else:
-                self._in_flight += 1
-                if words[row + MODE] == PULLS:
-                    coming[peer] = receive
-                else:
-                    self._wanted[peer] += 1
-                    due[peer] = receive
+                self._expected(receive, peer)
             return receive
 
+        def native(peer: int | None, tag: int) -> NativeStart | None:
+            if peer is None or peer == me:
+                return None
+
+            def begun(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> Poll:  # noqa: ARG001
+                words[ACTIVE] += 1
+                receive = _QueueReceive(self, signature, peer, tag, tensors[0], None)
+                self._expected(receive, peer)
+                return receive
+
+            return self._native("expect_at", _row(peer, True), tag, code, nbytes, begun)
+
+        if corrupted is None and nbytes <= _NATIVE:
+            start.native = native  # type: ignore[attr-defined]
         return start
+
+    def _native(self, begin: str, row: int, tag: int, code: int, nbytes: int, begun: Run) -> NativeStart:
+        """Return the start in compiled code of messages of one row and tag."""
+        addresses = [c_kernel(_KERNELS, name).address for name in (begin, "advance_at")]
+        bound = np.array([self._state.ctypes.data, row, tag, code, nbytes], np.int64)
+        return NativeStart(*addresses, bound, None, begun, self._state[ACTIVE:].ctypes.data)
+
+    def _expected(self, receive: _QueueReceive, peer: int) -> None:
+        """Continue a receive that the kernel expects, and that is not complete."""
+        if self._words[_row(peer, True) + MODE] == PULLS:
+            self._coming[peer] = receive
+        else:
+            self._wanted[peer] += 1
+            self._due[peer] = receive
 
     def _is_wanted(self, source: int) -> bool:
         """Return whether a receive is due from `source`, or waits for a message that may come from it."""
@@ -274,7 +317,6 @@ class PointToPoint:
     def _wait(self, receive: _QueueReceive) -> None:
         """Queue a receive until its message arrives."""
         peer, words = receive.peer, self._words
-        self._in_flight += 1
         self._posted += 1
         receive.number = self._posted
         self._waiting.setdefault((peer, receive.tag), deque()).append(receive)
@@ -305,7 +347,7 @@ class PointToPoint:
 
     def progress(self) -> None:
         """Progress pending messages; free without any. Errors are raised by polls."""
-        if self._in_flight:
+        if self._words[ACTIVE]:
             for _ in range(_AT_ONCE):
                 index = advance(self._state, 0)
                 if index < 0:
@@ -344,7 +386,7 @@ class PointToPoint:
         queue = self._sends[peer]
         while True:
             queue.popleft().done = True
-            self._in_flight -= 1
+            self._words[ACTIVE] -= 1
             if not queue or not send(self._state, *queue[0].arguments):
                 return
 
@@ -360,13 +402,12 @@ class PointToPoint:
         if receive is not None:
             fits = self._fits(receive, source, code, nbytes)
             self._coming[source] = receive if fits else None
-            self._in_flight += not fits
+            words[ACTIVE] += not fits
             address = receive.target.data_ptr() if fits else 0
         elif self._is_wanted(source):
             early = self._new_unexpected(source, tag, code, nbytes, mark)
             self._unexpected.setdefault((source, tag), deque()).append(early)
             self._coming[source] = early
-            self._in_flight += 1
             address = early.data.ctypes.data
             kept = 0 if early.kept is None else early.kept.ctypes.data
         else:
@@ -382,16 +423,17 @@ class PointToPoint:
             came, self._due[source] = due, None
             self._wanted[source] -= 1
         self._coming[source] = None
-        self._in_flight -= 1
         row, words = _row(source, True), self._words
         if self._is_wanted(source):
             words[row + MODE] = WATCHES
-        if isinstance(came, _QueueReceive):
-            came.end(source, words[row + DAMAGED])
-        elif came is not None:
+        if isinstance(came, _Unexpected):
             came.complete = True
             if came.receive is not None:
                 self._deliver(came, came.receive)
+            return
+        words[ACTIVE] -= 1
+        if came is not None:
+            came.end(source, words[row + DAMAGED])
 
     # -- matching ---------------------------------------------------------------------------------
 
@@ -416,6 +458,7 @@ class PointToPoint:
 
     def _new_unexpected(self, source: int, tag: int, code: int, nbytes: int, mark: int) -> _Unexpected:
         self._unexpected_count += 1
+        self._words[ACTIVE] += 1
         early = _Unexpected(source, tag, code, nbytes, self._unexpected_count)
         if mark:
             early.kept = np.zeros(max(1, -(-nbytes // BLOCK)), np.int64)
@@ -435,9 +478,10 @@ class PointToPoint:
         return first
 
     def _deliver(self, early: _Unexpected, receive: _QueueReceive) -> None:
+        self._words[ACTIVE] -= 1
         if self._fits(receive, early.source, early.code, early.data.nbytes):
             ctypes.memmove(receive.target.data_ptr(), early.data.ctypes.data, early.data.nbytes)
-            self._in_flight -= 1
+            self._words[ACTIVE] -= 1
             damaged = -1
             if early.kept is not None:
                 from mcr_plus.kernels.checksum import changed
@@ -455,7 +499,7 @@ class PointToPoint:
         receive.error = mismatch(
             self._group, signature, receive.tag, source, DTYPES[code], nbytes // DTYPES[code].itemsize
         )
-        self._in_flight -= 1
+        self._words[ACTIVE] -= 1
         return False
 
 

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, Final
 
 import numba
+import numba.extending
 import numpy as np
 
 from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
@@ -26,7 +27,8 @@ from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.checksum_sizes import CHAIN_BYTES
 from mcr_plus.kernels.cpu import compiled, linked
 
-_types: Any = numba.types  # partly annotated, which type checkers report
+_numba: Any = numba  # partly annotated, which type checkers report
+_types: Any = _numba.types
 
 HEADER: Final = 64
 """Bytes before the data of a message: tag, code of the dtype, bytes of data, `CHECKED` or 0, checksums."""
@@ -46,7 +48,8 @@ NEXT: Final = 6  # first row of the next turn
 BELLS: Final = 7
 CARRY_OUT: Final = 8  # addresses of the functions that move data with checksums, see `p2p_checks`; or 0
 CARRY_IN: Final = 9
-HEAD: Final = 10
+ACTIVE: Final = 10  # sends, receives, and messages that are discarded or unexpected; compiled calls need 0
+HEAD: Final = 11
 
 # Words of a row.
 MODE: Final = 0
@@ -79,6 +82,9 @@ PULLS: Final = 3
 
 # Results of `advance` other than a row.
 _NOTHING: Final = -1
+
+# Words of a message that compiled calls send or receive: address of the state; arguments of `send`, `expect`.
+BOUND: Final = 5
 
 
 @linked
@@ -277,3 +283,46 @@ def prepare() -> None:
     send.compile((words, *[integer] * 6))
     expect.compile((words, *[integer] * 5))
     accept.compile((words, *[integer] * 3))
+
+
+@numba.extending.intrinsic
+def _words_at(_typing: Any, _address: Any) -> Any:
+    """Return an address as a pointer to int64."""
+    pointer = _types.CPointer(_types.int64)
+    return pointer(_types.int64), lambda context, builder, signature, args: builder.inttoptr(  # noqa: ARG005
+        args[0], context.get_value_type(pointer)
+    )
+
+
+@linked
+def _state_of(bound):  # type: ignore[no-untyped-def]
+    return _numba.carray(_words_at(bound[0]), (HEAD,))
+
+
+def send_at() -> tuple[Any, Any]:
+    """Describe `send` as a C function of `BOUND` words, see `images.image`."""
+
+    def send_there(bound, source, target):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return np.int64(send(_state_of(bound), bound[1], bound[2], bound[3], bound[4], np.int64(0), source))
+
+    return _types.int64(_types.CPointer(_types.int64), _types.int64, _types.int64), send_there
+
+
+def expect_at() -> tuple[Any, Any]:
+    """Describe `expect` as a C function of `BOUND` words."""
+
+    def expect_there(bound, source, target):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return np.int64(expect(_state_of(bound), bound[1], bound[2], bound[3], bound[4], target))
+
+    return _types.int64(_types.CPointer(_types.int64), _types.int64, _types.int64), expect_there
+
+
+def advance_at() -> tuple[Any, Any]:
+    """Describe `advance` as a C function of `BOUND` words: 1 if the message has been sent or received."""
+
+    def advance_there(bound, patient):  # type: ignore[no-untyped-def]
+        state = _state_of(bound)
+        advance(state, patient)  # Python handles what it returns for other rows, from the next poll on
+        return np.int64(state[bound[1] + MODE] == IDLE)
+
+    return _types.int64(_types.CPointer(_types.int64), _types.int64), advance_there

@@ -59,7 +59,10 @@ _AREAS: Final = 24 << 20  # bytes for all ranks
 _MESSAGES: Final = 1  # channel of sends and receives; the channels of algorithms follow
 _DEPTH: Final = 4
 _SLOT: Final = 128 << 10
-_SLOTS: Final = 16 << 20  # bytes for all queues
+_SLOTS: Final = 8 << 20  # bytes for all queues of algorithms, and for all of messages
+_CELL: Final = (16 << 10) + 64  # 16 KiB and a header
+_CELLS: Final = 128
+_LEAST_CELLS: Final = 8  # so that sender and receiver copy at the same time
 _LEAST_SLOT: Final = 256  # bytes
 _UNREADABLE_S: Final = 5.0  # s in which the engine notices that a peer has died or has given up
 _PATIENCE_S: Final = 0.25  # s before a mismatch is reported without the description of the peer's operation
@@ -193,14 +196,16 @@ def _too_large(signature: Signature) -> str:
 
 def shape_of(ranks: int) -> Shape:
     """Return the sizes of the shared memory of a group."""
-    unit = 64 * ranks
-    queues = _MESSAGES + channels(ranks)
-    slots = ranks * (ranks - 1) * queues * _DEPTH
+    unit, pairs = 64 * ranks, ranks * (ranks - 1)
+    queues, each = channels(ranks), _SLOTS // pairs
+    cell = max(_LEAST_SLOT, min(_CELL, each // _LEAST_CELLS)) // 64 * 64
     return Shape(
         ranks,
-        channels=queues,
+        channels=_MESSAGES + queues,
         depth=_DEPTH,
-        slot=max(_LEAST_SLOT, min(_SLOT, _SLOTS // slots)) // 64 * 64,
+        slot=max(_LEAST_SLOT, min(_SLOT, each // (queues * _DEPTH))) // 64 * 64,
+        cells=max(_DEPTH, min(_CELLS, each // cell)),
+        cell=cell,
         area=min(_AREA, _AREAS // (2 * ranks)) // unit * unit,
     )
 

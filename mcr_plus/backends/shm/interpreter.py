@@ -162,7 +162,7 @@ class Interpreter:
         def queue(source: int, target: int, channel: int) -> tuple[int, int, int]:
             number = shape.queue(source, target, channel + self._skip)
             counters = base + shape.queues + 2 * number * LINE
-            return counters, counters + LINE, base + shape.slots + number * shape.depth * shape.slot
+            return counters, counters + LINE, base + shape.slots_of(source, target, channel + self._skip)
 
         at = words.HEAD + len(program.blocks) * words.BLOCK
         for index, block in enumerate(program.blocks):

@@ -148,7 +148,7 @@ class PointToPoint:
         shape = segment.shape
         self._segment, self._group = segment, group
         state: Any = np.zeros(HEAD + 2 * shape.ranks * ROW, np.int64)
-        state[:NEXT] = 2 * shape.ranks, shape.depth, shape.slot, glances, spins, yields
+        state[:NEXT] = 2 * shape.ranks, *shape.first, glances, spins, yields
         state[BELLS] = segment.bells
         self._state: Any = state
         self._chains: Any = None  # see `check`
@@ -175,13 +175,13 @@ class PointToPoint:
         shape, base = self._segment.shape, self._segment.base
         number = shape.queue(source, target, _CHANNEL)
         counters = base + shape.queues + 2 * number * LINE
-        slots = base + shape.slots + number * shape.depth * shape.slot
+        slots = base + shape.slots_of(source, target, _CHANNEL)
         self._state[row + FILLED : row + SLOTS + 1] = counters, counters + LINE, slots
         self._state[row + DUE_CODE] = -1
 
     def check(self) -> bool:
         """Let messages carry checksums; called on all ranks before any message. False if slots are small."""
-        if self._segment.shape.slot < HEADER + CHAIN_BYTES:
+        if self._segment.shape.first[1] < HEADER + CHAIN_BYTES:
             return False
         if self._chains is None:
             rows = range(HEAD, len(self._state), ROW)

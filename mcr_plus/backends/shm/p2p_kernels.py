@@ -21,8 +21,10 @@ import numba
 import numba.extending
 import numpy as np
 
-from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
+from mcr_plus.backends.shm.atomics import call, clock, copy, fence, load_acquire, pause, store_release
+from mcr_plus.backends.shm.collectives_state import COPIED, PAST_CACHES
 from mcr_plus.backends.shm.faults import FAULT_WORDS
+from mcr_plus.backends.shm.slice_kernels import move
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.checksum_sizes import CHAIN_BYTES
 from mcr_plus.kernels.cpu import compiled, linked
@@ -71,8 +73,16 @@ DUE_ADDRESS: Final = 15
 CHAINS: Final = 16  # address of the checksum chains of the current block
 KEPT: Final = 17  # address for arriving checksums; 0 to compare them
 DAMAGED: Final = 18  # the first block whose checksum differs, or -1
-FAULT: Final = 19  # see `faults`
+WAY: Final = 19  # `PAST_CACHES` if parts go to slots past the caches
+PARTS: Final = 20  # large parts sent so far
+LEAST: Final = 21  # least ns/KiB of each way in the last trial
+FAULT: Final = 23  # see `faults`
 ROW: Final = FAULT + FAULT_WORDS
+
+# Each queue tries both ways of filling slots; which is faster depends on whether the two cores share a cache.
+_LARGE: Final = 8 << 10  # bytes of a part that counts
+_PERIOD: Final = 2048  # parts between two trials
+_TRIED: Final = 16  # parts of a trial
 
 # Modes.
 IDLE: Final = 0
@@ -97,6 +107,26 @@ def _places(state, row):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _fill(state, row, slot, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy a part of a message into a slot, in the way that is faster for this queue."""
+    if nbytes < _LARGE:
+        copy(slot, source, nbytes)
+        return
+    turn = state[row + PARTS] % _PERIOD
+    state[row + PARTS] += 1
+    way = turn % 2 if turn < _TRIED else state[row + WAY]
+    began = clock() if turn < _TRIED else np.int64(0)
+    move(slot, source, nbytes, way == PAST_CACHES)
+    if way == PAST_CACHES:
+        fence()
+    if turn < _TRIED:
+        time, least = 1024 * (clock() - began) // nbytes, row + LEAST + way
+        state[least] = time if turn < 2 else min(time, state[least])
+    if turn == _TRIED - 1:
+        state[row + WAY] = PAST_CACHES if 8 * state[row + LEAST + 1] < 7 * state[row + LEAST] else COPIED
+
+
+@linked
 def _push(state, row):  # type: ignore[no-untyped-def]
     """Fill a slot if one is free; return whether a slot was filled."""
     depth, slot, own, at = state[DEPTH], state[SLOT], state[row + OWN], state[row + AT]
@@ -115,7 +145,7 @@ def _push(state, row):  # type: ignore[no-untyped-def]
         if state[row + MARK]:
             call(state[CARRY_OUT], state.ctypes.data + 8 * row, place, at, part)
         else:
-            copy(place + skip, state[row + ADDRESS] + at, part)
+            _fill(state, row, place + skip, state[row + ADDRESS] + at, part)
     state[row + AT] = at + part
     state[row + OWN] = own + 1
     store_release(state[row + FILLED], own + 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import mmap
 import os
 import re
@@ -51,6 +52,9 @@ class Shape:
         channels: number of queues from one rank to another.
         depth: slots of a queue, 2 to 7: with one slot, rings deadlock; the tags of 7 fit a cache line.
         slot: bytes of a queue's slot, a multiple of 64.
+        cells: slots of a pair's first queue, for messages; 0 for `depth`. A core writes slowly to memory that
+            its peer has just read, so these are many.
+        cell: bytes of such a slot, a multiple of 64; 0 for `slot`.
         ring: slots of a rank's area in `collectives`, 2 to 5: the tags of 5 fit a cache line.
         area: bytes of a slot of an area, a multiple of 64 × ranks.
     """
@@ -59,14 +63,19 @@ class Shape:
     channels: int = 1
     depth: int = 4
     slot: int = 128 << 10
+    cells: int = 0
+    cell: int = 0
     ring: int = 2
     area: int = 768 << 10
 
     def __post_init__(self) -> None:
         if not 2 <= self.depth <= 7 or not 2 <= self.ring <= 5:
             raise ValueError(f"expected depth 2 to 7 and ring 2 to 5, got {self.depth} and {self.ring}")
-        if self.slot % 64 or self.area % (64 * self.ranks):
-            raise ValueError(f"slot={self.slot} and area={self.area} must be multiples of 64, area per rank")
+        if self.slot % 64 or self.cell % 64 or self.area % (64 * self.ranks):
+            raise ValueError(
+                f"slot={self.slot}, cell={self.cell} and area={self.area} must be multiples of 64, "
+                "area per rank"
+            )
 
     @property
     def lines(self) -> int:
@@ -91,15 +100,26 @@ class Shape:
     @property
     def nbytes(self) -> int:
         """Total bytes."""
-        return _aligned(self.slots + self._count * self.depth * self.slot)
+        return _aligned(self.slots_of(self.ranks, 0, 0))
 
     @property
     def _count(self) -> int:
         return self.ranks * (self.ranks - 1) * self.channels
 
+    @property
+    def first(self) -> tuple[int, int]:
+        """Number of slots of a pair's first queue, and their bytes."""
+        return self.cells or self.depth, self.cell or self.slot
+
     def queue(self, source: int, target: int, channel: int) -> int:
         """Return the number of a queue."""
         return (source * (self.ranks - 1) + target - (target > source)) * self.channels + channel
+
+    def slots_of(self, source: int, target: int, channel: int) -> int:
+        """Return the offset of a queue's slots."""
+        number, nbytes = self.queue(source, target, channel), self.depth * self.slot
+        firsts = number // self.channels + (channel > 0)
+        return self.slots + firsts * math.prod(self.first) + (number - firsts) * nbytes
 
 
 class Segment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -14,7 +15,9 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
+from mcr_plus.communicator import prepared
 from mcr_plus.communicator.fast_calls import fast_calls
+from mcr_plus.core.message import Message
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 SIZES = (1, 2, 3, 255, 1000, 16_384, 16_385, 40_001)
@@ -147,6 +150,120 @@ def test_both_ways_agree(compiled: bool) -> None:
         assert found["after"] == [2.0] * 3
 
 
+def _traffic(comm: mcr.Communicator, seed: int) -> list[str]:
+    """Run one schedule of messages on all ranks, each in any form; compare with NumPy."""
+    chance, own = random.Random(seed), random.Random((seed, comm.rank).__hash__())
+    failures, waiting = list[str](), list[tuple[mcr.Work, Any]]()
+    for number in range(400):
+        source, target = chance.sample(range(comm.size), 2)
+        size, tag = chance.choice((1, 7, 1000, 4080, 4081, 33_000, 262_145)), chance.choice((0, 5))
+        if chance.random() < 0.05:
+            mcr.barrier(backend="msccl")
+        value = _values(source, size, number).astype(np.float32)
+        if comm.rank == source:
+            sent = torch.from_numpy(value)
+            if own.random() < 0.7:
+                mcr.send(sent, target, tag)
+                sent.fill_(-1)  # a send that has returned no longer needs it
+            else:
+                waiting.append((mcr.isend(sent, target, tag), sent))
+        elif comm.rank == target:
+            found, how = torch.empty(size), own.random()
+            if how < 0.6:
+                mcr.recv(found, source, tag)
+            else:
+                peer = None if how > 0.95 and comm.size == 2 else source
+                mcr.irecv(found, peer, tag).wait()
+            if not np.array_equal(found.numpy(), value):
+                failures.append(f"message {number}: {size} from {source} to {target}")
+    for work, _ in waiting:
+        work.wait()
+    return failures
+
+
+def messages() -> dict[str, Any]:
+    """Messages of the default pipeline: in a schedule, remembered, recorded, mismatched and interrupted."""
+    with mcr.init({"version": 1, "backends": ["msccl"], "pipeline": [{"dispatch": {}}]}) as comm:
+        answer: dict[str, Any] = {"failures": [each for seed in range(4) for each in _traffic(comm, seed)]}
+        mcr.barrier()
+        ring, x = [(comm.rank + step) % comm.size for step in (1, -1)], torch.ones(5)
+        before = comm.state.sequence
+        for turn in range(4):
+            if turn == 3:
+                with mcr.record() as log:
+                    _around(comm, ring, x)
+                answer["recorded"] = sorted(each.kind for each in log.records)
+            else:
+                _around(comm, ring, x)
+        answer["numbered"] = comm.state.sequence - before
+        last = [(each[0], each[1], each[2].kind) for each in list(comm.state.messages)[-2:]]
+        answer["remembered"] = sorted(last, key=str) == sorted(
+            [(ring[0], 3, "send"), (ring[1], 3, "recv")], key=str
+        )
+        made: list[Any] = []
+        prepared.Message = lambda *given, **more: made.append(given) or Message(*given, **more)  # type: ignore
+        for _ in range(20):
+            mcr.send(x, 1, 3) if comm.rank == 0 else mcr.recv(x, 0, 3) if comm.rank == 1 else None
+        prepared.Message = Message  # type: ignore[attr-defined]
+        answer["in Python"] = len(made)
+        mcr.barrier()
+        if comm.rank == 0:
+            _interrupt_in(0.2)
+            with pytest.raises(Interrupted):
+                mcr.recv(x, 1, 3)
+            _around(comm, ring, torch.ones(5))
+        else:
+            time.sleep(1.5 if comm.rank == 1 else 0)
+            if comm.rank == 1:
+                mcr.send(x.fill_(7), 0, 3)
+            _around(comm, ring, torch.ones(5))
+        mcr.barrier()
+        comm.progress()
+        answer["late"] = x.tolist()
+        if comm.rank == 0:
+            mcr.send(torch.ones(6), 1, 3)
+        elif comm.rank == 1:
+            with pytest.raises(mcr.OrderMismatch, match="float32"):
+                mcr.recv(torch.ones(5), 0, 3)
+    return answer
+
+
+def _around(comm: mcr.Communicator, ring: list[int], x: torch.Tensor) -> None:
+    """Send `x` to the next rank of a ring, and receive it from the previous one."""
+    after, before = ring
+    if comm.rank % 2 == 0:
+        mcr.send(x, after, 3)
+        mcr.recv(x, before, 3)
+    else:
+        kept = x.clone()
+        mcr.recv(x, before, 3)
+        mcr.send(kept, after, 3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "Python"])
+def test_messages_in_both_ways(ranks: int, compiled: bool) -> None:
+    if compiled and fast_calls() is None:
+        pytest.skip("the extension is not built, or torch has no exchange API")
+    results = run_ranks(messages, ranks, via="torch", env={"MCR_FAST_CALLS": str(int(compiled))})
+    for result in results:
+        found = result.value
+        assert found["failures"] == []
+        assert found["recorded"] == ["recv", "send"]
+        assert found["numbered"] == 0
+        assert found["remembered"]
+    assert results[0].value["late"] == [7.0] * 5
+    assert results[0].value["in Python"] == (0 if compiled else 20)
+
+
+def _interrupt_in(seconds: float) -> None:
+    def raises(*_: object) -> None:
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, raises)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 class Interrupted(BaseException):
     """Raised by the handler of a signal, like `KeyboardInterrupt`."""
 
@@ -158,12 +275,7 @@ def interrupted() -> list[float]:
         for _ in range(3):
             mcr.all_reduce(x)
         if comm.rank == 0:
-
-            def raises(*_: object) -> None:
-                raise Interrupted
-
-            signal.signal(signal.SIGALRM, raises)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            _interrupt_in(0.3)
             with pytest.raises(Interrupted):
                 mcr.all_reduce(x)
         else:

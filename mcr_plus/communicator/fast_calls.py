@@ -51,9 +51,8 @@ def native_run(ready: Prepared) -> Any:
     operation, message = ready.issue.operation, ready.message
     if ready.issue.native is None or operation is None or _opened()[0] is None:
         return None
-    engine, state, place = operation.engine, operation.state, ()
-    if operation.signature.is_p2p:
-        place = message.peer, message.match_tag
+    engine, state = operation.engine, operation.state
+    place = (message.peer, message.match_tag) if operation.signature.is_p2p else ()
     native = ready.issue.native(*place)
     if native is None:
         return None

@@ -1,5 +1,7 @@
 """Operations of a group, one method each. `mcr_plus.<name>` documents them in full."""
 
+# Long because each operation has a method with its own arguments.
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -311,17 +313,25 @@ class Operations(ABC):
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> Work:
         """Start a send; `label` is its name in rules and logs. See `mcr.isend`."""
+        if self._fast is not None and not options:
+            work = self._fast("isend", tensor, dst, tag, True)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._call("isend", (tensor,), (dst, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def irecv(
         self, tensor: Tensor, src: int | None = None, tag: int = 0, **options: Unpack[MessageOptions]
     ) -> Work:
         """Start a receive; `Work.source_rank()` returns the sender. See `mcr.irecv`."""
+        if self._fast is not None and not options:
+            work = self._fast("irecv", tensor, src, tag, True)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._call("irecv", (tensor,), (src, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
         """Start several sends and receives. See `mcr.batch_isend_irecv`."""
-        ready = []
+        starts: list[Callable[[], Any]] = []
         for index, operation in enumerate(calls.sequence_of(p2p_ops, "p2p_ops")):
             if not isinstance(operation, P2POp):
                 raise InvalidArgument(f"p2p_ops[{index}]: expected a P2POp, got {type(operation).__name__}")
@@ -335,9 +345,8 @@ class Operations(ABC):
                     f"p2p_ops[{index}].group: expected a Communicator or None, got {operation.group!r}"
                 )
             comm = operation.group or self
-            arguments = (operation.tensor, operation.peer, operation.tag)
-            ready.append(comm._ready(calls.BUILDERS[name], arguments, True, {}))
-        return [prepared.start() for prepared in ready]
+            starts.append(_start_of(comm, name, operation.tensor, (operation.peer, operation.tag)))
+        return [start() for start in starts]
 
     # -- issuing ----------------------------------------------------------------------------------
 
@@ -382,7 +391,21 @@ class Operations(ABC):
         key: tuple[Any, ...] | None,
         rest: tuple[Any, ...],
     ) -> Work | None:
-        """Check, bind and issue an operation.
+        """Check, bind and issue an operation, see `_learned`."""
+        ready = self._learned(name, tensors, own, async_op, options, key, rest)
+        return ready.start() if async_op else ready.run()
+
+    def _learned(
+        self,
+        name: str,
+        tensors: tuple[Tensor, ...],
+        own: tuple[Any, ...],
+        async_op: bool,
+        options: CallOptions,
+        key: tuple[Any, ...] | None,
+        rest: tuple[Any, ...],
+    ) -> Prepared | PreparedArrays:
+        """Check and bind an operation.
 
         If calls can repeat it, its bound form is cached by `key`, and by `rest` (all arguments but tensors).
         """
@@ -394,7 +417,7 @@ class Operations(ABC):
                 if self._fast is not None:
                     native = None if async_op else native_run(ready)
                     self._fast.learn(run, native, name, tensors, rest)
-        return ready.start() if async_op else ready.run()
+        return ready
 
     def _issue(
         self, build: calls.Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
@@ -430,6 +453,19 @@ def _facts(tensor: Tensor) -> tuple[Any, ...]:
         tensor.dtype, tensor.shape, tensor.is_cpu or tensor.device, tensor.is_contiguous(),
         tensor.requires_grad, tensor.is_neg(),
     )  # fmt: skip
+
+
+def _start_of(group: Operations, name: str, tensor: Tensor, own: tuple[Any, ...]) -> Callable[[], Any]:
+    """Check and bind an asynchronous operation on one tensor, or find its bound form; it starts later."""
+    key: tuple[Any, ...] | None = None
+    try:
+        key = (name, own, True, *_facts(tensor))
+        return partial(group._plans[key], tensor)
+    except KeyError:
+        pass
+    except (TypeError, AttributeError, RuntimeError):  # an unhashable option, or not a dense tensor
+        key = None
+    return group._learned(name, (tensor,), own, True, {}, key, (*own, True)).start
 
 
 def _listed(

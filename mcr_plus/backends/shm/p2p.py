@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mcr_plus.backends.base import Corrupted, NativeStart, ReceivePoll
+from mcr_plus.backends.base import NativeStart
 from mcr_plus.backends.mpi.p2p import mismatch
 from mcr_plus.backends.shm.p2p_kernels import (
     ACTIVE,
@@ -42,16 +42,19 @@ from mcr_plus.backends.shm.p2p_kernels import (
     expect,
     send,
 )
+from mcr_plus.backends.shm.p2p_polls import QueueReceive, QueueSend, Unexpected
+from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.core.kinds import DTYPES
 from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
 from mcr_plus.kernels.images import c_kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from mcr_plus.backends.base import Poll, Start
-    from mcr_plus.backends.shm.queue import Run
+    from mcr_plus.backends.base import Corrupted, Poll, Start
     from mcr_plus.backends.shm.segment import Segment
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
@@ -61,74 +64,6 @@ _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _KERNELS: Final = "mcr_plus.backends.shm.p2p_kernels"
 _NATIVE: Final = 1 << 20  # most bytes of a message that may hold the GIL
 _AT_ONCE: Final = 16  # maximum number of returns of `advance` in one poll, so that deadlines are checked
-
-
-def _done() -> bool:
-    return True
-
-
-class _QueueSend:
-    """Poll of a send that did not complete at once."""
-
-    done = False
-    error: Exception | None = None  # sends do not fail
-
-    def __init__(
-        self, p2p: PointToPoint, tensor: torch.Tensor, arguments: tuple[int, int, int, int, int, int]
-    ) -> None:
-        self.p2p, self.tensor, self.arguments = p2p, tensor, arguments
-
-    def __call__(self) -> bool:
-        return self.done or self.p2p.drive(self)
-
-
-class _QueueReceive(ReceivePoll):
-    """Poll of a receive; `source` is set once the message has arrived."""
-
-    done = False
-    error: Exception | None = None
-    number = 0  # order of posting among waiting receives
-
-    def __init__(
-        self,
-        p2p: PointToPoint,
-        signature: Signature,
-        peer: int | None,
-        tag: int,
-        target: torch.Tensor,
-        corrupted: Corrupted | None,
-    ) -> None:
-        self.p2p, self.signature = p2p, signature
-        self.peer, self.tag, self.target = peer, tag, target
-        self.corrupted = corrupted
-
-    def end(self, source: int, damaged: int) -> None:
-        """Mark the message as received; `damaged`: index of the first damaged block, or -1."""
-        self.source = source
-        if damaged < 0 or self.corrupted is None:
-            self.done = True
-        else:
-            self.error = self.corrupted(source, damaged)
-
-    def __call__(self) -> bool:
-        """Poll; raises `OrderMismatch` for another dtype or size, and `corrupted`'s error for damage."""
-        return self.done or self.p2p.drive(self)
-
-
-class _Unexpected:
-    """An unexpected message in memory of this process, and the receive posted for it while it arrives.
-
-    `kept`: checksums of the message; None without checksums.
-    """
-
-    __slots__ = ("code", "complete", "data", "kept", "number", "receive", "source", "tag")
-
-    def __init__(self, source: int, tag: int, code: int, nbytes: int, number: int) -> None:
-        self.source, self.tag, self.code, self.number = source, tag, code, number
-        self.data: Any = np.empty(nbytes, np.uint8)
-        self.complete = False
-        self.kept: Any = None
-        self.receive: _QueueReceive | None = None
 
 
 class PointToPoint:
@@ -157,18 +92,18 @@ class PointToPoint:
             if peer != group.rank:
                 self._describe(_row(peer, False), group.rank, peer)
                 self._describe(_row(peer, True), peer, group.rank)
-        self._sends: list[deque[_QueueSend]] = [deque() for _ in range(shape.ranks)]  # the first has begun
-        self._due: list[_QueueReceive | None] = [
+        self._sends: list[deque[QueueSend]] = [deque() for _ in range(shape.ranks)]  # the first has begun
+        self._due: list[QueueReceive | None] = [
             None
         ] * shape.ranks  # by source: accepted if the message is next
         self._waiting: dict[
-            tuple[int | None, int], deque[_QueueReceive]
+            tuple[int | None, int], deque[QueueReceive]
         ] = {}  # all other waiting receives, by source and tag
         self._wanted = [0] * shape.ranks  # receives, due or waiting, by source
         self._wanted_of_any = 0
-        self._unexpected: dict[tuple[int, int], deque[_Unexpected]] = {}  # by source and tag
+        self._unexpected: dict[tuple[int, int], deque[Unexpected]] = {}  # by source and tag
         # The destination of the message that leaves a queue, by source; None if the message is discarded.
-        self._coming: list[_QueueReceive | _Unexpected | None] = [None] * shape.ranks
+        self._coming: list[QueueReceive | Unexpected | None] = [None] * shape.ranks
         self._posted = self._unexpected_count = 0
 
     def _describe(self, row: int, source: int, target: int) -> None:
@@ -212,31 +147,21 @@ class PointToPoint:
             assert peer is not None
             if peer == me:
                 self._send_to_self(message.match_tag, code, nbytes, mark, tensor.data_ptr())
-                return _done
-            arguments = _row(peer, False), message.match_tag, code, nbytes, mark, tensor.data_ptr()
-            queue = sends[peer]
+                return done_at_once
             words[ACTIVE] += 1  # before the kernel, which releases the GIL
-            if not queue and send(state, *arguments):
+            row, tag, queue = _row(peer, False), message.match_tag, sends[peer]
+            if not queue and send(state, row, tag, code, nbytes, mark, tensor.data_ptr()):
                 words[ACTIVE] -= 1
-                return _done
-            poll = _QueueSend(self, tensor, arguments)
-            queue.append(poll)
+                return done_at_once
+            return begun(peer, tag, tensor)
+
+        def begun(peer: int, tag: int, tensor: torch.Tensor) -> Poll:
+            poll = QueueSend(self, tensor, (_row(peer, False), tag, code, nbytes, mark, tensor.data_ptr()))
+            sends[peer].append(poll)
             return poll
 
-        def native(peer: int | None, tag: int) -> NativeStart | None:
-            if peer is None or peer == me:
-                return None
-
-            def begun(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> Poll:  # noqa: ARG001
-                words[ACTIVE] += 1
-                poll = _QueueSend(self, tensors[0], (_row(peer, False), tag, code, nbytes, mark, source))
-                sends[peer].append(poll)
-                return poll
-
-            return self._native("send_at", _row(peer, False), tag, code, nbytes, begun)
-
         if not mark and nbytes <= _NATIVE:
-            start.native = native  # type: ignore[attr-defined]
+            start.native = self._native("send_at", False, code, nbytes, begun)  # type: ignore[attr-defined]
         return start
 
     def bind_receive(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
@@ -255,7 +180,7 @@ class PointToPoint:
 
         def start(message: Message) -> Poll:
             peer, tag, target = message.peer, message.match_tag, message.outputs[0]
-            receive = _QueueReceive(self, signature, peer, tag, target, corrupted)
+            receive = QueueReceive(self, signature, peer, tag, target, corrupted)
             words[ACTIVE] += 1  # before the kernel, which releases the GIL
             # Unexpected messages are older than messages in the queue, so they match first.
             early = self._take_unexpected(peer, tag) if self._unexpected else None
@@ -280,29 +205,41 @@ class PointToPoint:
                 self._expected(receive, peer)
             return receive
 
-        def native(peer: int | None, tag: int) -> NativeStart | None:
-            if peer is None or peer == me:
-                return None
-
-            def begun(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> Poll:  # noqa: ARG001
-                words[ACTIVE] += 1
-                receive = _QueueReceive(self, signature, peer, tag, tensors[0], None)
-                self._expected(receive, peer)
-                return receive
-
-            return self._native("expect_at", _row(peer, True), tag, code, nbytes, begun)
+        def begun(peer: int, tag: int, tensor: torch.Tensor) -> Poll:
+            receive = QueueReceive(self, signature, peer, tag, tensor, None)
+            self._expected(receive, peer)
+            return receive
 
         if corrupted is None and nbytes <= _NATIVE:
-            start.native = native  # type: ignore[attr-defined]
+            start.native = self._native("expect_at", True, code, nbytes, begun)  # type: ignore[attr-defined]
         return start
 
-    def _native(self, begin: str, row: int, tag: int, code: int, nbytes: int, begun: Run) -> NativeStart:
-        """Return the start in compiled code of messages of one row and tag."""
-        addresses = [c_kernel(_KERNELS, name).address for name in (begin, "advance_at")]
-        bound = np.array([self._state.ctypes.data, row, tag, code, nbytes], np.int64)
-        return NativeStart(*addresses, bound, None, begun, self._state[ACTIVE:].ctypes.data)
+    def _native(
+        self,
+        begin: str,
+        incoming: bool,
+        code: int,
+        nbytes: int,
+        begun: Callable[[int, int, torch.Tensor], Poll],
+    ) -> Callable[[int | None, int], NativeStart | None]:
+        """Return the `native` of a start; `begun` takes over a message to or from a peer, with a tag."""
+        state, words = self._state, self._words
 
-    def _expected(self, receive: _QueueReceive, peer: int) -> None:
+        def native(peer: int | None, tag: int) -> NativeStart | None:
+            if peer is None or peer == self._group.rank:
+                return None
+            first, further = (c_kernel(_KERNELS, name).address for name in (begin, "advance_at"))
+            bound = np.array([state.ctypes.data, _row(peer, incoming), tag, code, nbytes], np.int64)
+
+            def take_over(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> Poll:  # noqa: ARG001
+                words[ACTIVE] += 1
+                return begun(peer, tag, tensors[0])
+
+            return NativeStart(first, further, bound, None, take_over, state[ACTIVE:].ctypes.data)
+
+        return native
+
+    def _expected(self, receive: QueueReceive, peer: int) -> None:
         """Continue a receive that the kernel expects, and that is not complete."""
         if self._words[_row(peer, True) + MODE] == PULLS:
             self._coming[peer] = receive
@@ -314,7 +251,7 @@ class PointToPoint:
         """Return whether a receive is due from `source`, or waits for a message that may come from it."""
         return bool(self._wanted[source] or self._wanted_of_any)
 
-    def _wait(self, receive: _QueueReceive) -> None:
+    def _wait(self, receive: QueueReceive) -> None:
         """Queue a receive until its message arrives."""
         peer, words = receive.peer, self._words
         self._posted += 1
@@ -354,7 +291,7 @@ class PointToPoint:
                     return
                 self._handle(index)
 
-    def drive(self, wanted: _QueueSend | _QueueReceive) -> bool:
+    def drive(self, wanted: QueueSend | QueueReceive) -> bool:
         """Progress pending messages, and wait a moment for `wanted`; return whether it is done.
 
         Raises:
@@ -426,7 +363,7 @@ class PointToPoint:
         row, words = _row(source, True), self._words
         if self._is_wanted(source):
             words[row + MODE] = WATCHES
-        if isinstance(came, _Unexpected):
+        if isinstance(came, Unexpected):
             came.complete = True
             if came.receive is not None:
                 self._deliver(came, came.receive)
@@ -437,7 +374,7 @@ class PointToPoint:
 
     # -- matching ---------------------------------------------------------------------------------
 
-    def _match(self, source: int, tag: int) -> _QueueReceive | None:
+    def _match(self, source: int, tag: int) -> QueueReceive | None:
         """Remove and return the first posted receive that matches; None if there is none."""
         found = None
         keys: tuple[tuple[int | None, int], ...] = ((source, tag), (None, tag))
@@ -456,15 +393,15 @@ class PointToPoint:
                 self._wanted[found.peer] -= 1
         return found
 
-    def _new_unexpected(self, source: int, tag: int, code: int, nbytes: int, mark: int) -> _Unexpected:
+    def _new_unexpected(self, source: int, tag: int, code: int, nbytes: int, mark: int) -> Unexpected:
         self._unexpected_count += 1
         self._words[ACTIVE] += 1
-        early = _Unexpected(source, tag, code, nbytes, self._unexpected_count)
+        early = Unexpected(source, tag, code, nbytes, self._unexpected_count)
         if mark:
             early.kept = np.zeros(max(1, -(-nbytes // BLOCK)), np.int64)
         return early
 
-    def _take_unexpected(self, peer: int | None, tag: int) -> _Unexpected | None:
+    def _take_unexpected(self, peer: int | None, tag: int) -> Unexpected | None:
         """Remove and return the first unexpected message that matches a receive; None if there is none."""
         sources = range(self._group.size) if peer is None else (peer,)
         queues = [self._unexpected[source, tag] for source in sources if (source, tag) in self._unexpected]
@@ -477,7 +414,7 @@ class PointToPoint:
             del self._unexpected[first.source, tag]
         return first
 
-    def _deliver(self, early: _Unexpected, receive: _QueueReceive) -> None:
+    def _deliver(self, early: Unexpected, receive: QueueReceive) -> None:
         self._words[ACTIVE] -= 1
         if self._fits(receive, early.source, early.code, early.data.nbytes):
             ctypes.memmove(receive.target.data_ptr(), early.data.ctypes.data, early.data.nbytes)
@@ -490,7 +427,7 @@ class PointToPoint:
                 damaged = changed(receive.target.data_ptr(), nbytes, kept, 0, -(-nbytes // BLOCK))
             receive.end(early.source, damaged)
 
-    def _fits(self, receive: _QueueReceive, source: int, code: int, nbytes: int) -> bool:
+    def _fits(self, receive: QueueReceive, source: int, code: int, nbytes: int) -> bool:
         """Return whether a message has the dtype and size of the receive; if not, fail the receive."""
         signature = receive.signature
         if signature.dtype is DTYPES[code] and signature.nbytes == nbytes:

@@ -315,7 +315,7 @@ def prepare() -> None:
     accept.compile((words, *[integer] * 3))
 
 
-@numba.extending.intrinsic
+@_numba.extending.intrinsic
 def _words_at(_typing: Any, _address: Any) -> Any:
     """Return an address as a pointer to int64."""
     pointer = _types.CPointer(_types.int64)

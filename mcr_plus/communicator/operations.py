@@ -84,7 +84,7 @@ class Operations(ABC):
             return run(tensor)  # type: ignore[no-any-return]
         options: CallOptions = {"backend": backend, "compress": compress, "tag": tag}
         rest = (op, async_op, backend, compress, tag)
-        return self._first("all_reduce", (tensor,), (op,), async_op, options, key, rest)
+        return _issued(self._learned("all_reduce", (tensor,), (op,), async_op, options, key, rest), async_op)
 
     def broadcast(
         self, tensor: Tensor, src: int, async_op: bool = False, **options: Unpack[CallOptions]
@@ -379,21 +379,7 @@ class Operations(ABC):
             key = None
         else:
             return run(*tensors)  # type: ignore[no-any-return]
-        return self._first(name, tensors, own, async_op, options, key, rest)
-
-    def _first(
-        self,
-        name: str,
-        tensors: tuple[Tensor, ...],
-        own: tuple[Any, ...],
-        async_op: bool,
-        options: CallOptions,
-        key: tuple[Any, ...] | None,
-        rest: tuple[Any, ...],
-    ) -> Work | None:
-        """Check, bind and issue an operation, see `_learned`."""
-        ready = self._learned(name, tensors, own, async_op, options, key, rest)
-        return ready.start() if async_op else ready.run()
+        return _issued(self._learned(name, tensors, own, async_op, options, key, rest), async_op)
 
     def _learned(
         self,
@@ -422,8 +408,7 @@ class Operations(ABC):
     def _issue(
         self, build: calls.Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
     ) -> Work | None:
-        ready = self._ready(build, arguments, async_op, options)
-        return ready.start() if async_op else ready.run()
+        return _issued(self._ready(build, arguments, async_op, options), async_op)
 
     def _ready(
         self, build: calls.Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
@@ -445,6 +430,10 @@ class Operations(ABC):
             return work
         work.wait()
         return None
+
+
+def _issued(ready: Prepared | PreparedArrays, async_op: bool) -> Work | None:
+    return ready.start() if async_op else ready.run()
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
@@ -504,7 +493,7 @@ def _listed(
 
         if native is not None:
             fast.learn(again, native, name, given, rest)
-    return first.start() if async_op else first.run()
+    return _issued(first, async_op)
 
 
 def _is_repeatable(ready: Prepared, given: tuple[Any, ...], rest: tuple[Any, ...]) -> bool:

@@ -316,7 +316,7 @@ def prepare() -> None:
 
 
 @_numba.extending.intrinsic
-def _words_at(_typing: Any, _address: Any) -> Any:
+def _words_at(typing_context, address):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """Return an address as a pointer to int64."""
     pointer = _types.CPointer(_types.int64)
     return pointer(_types.int64), lambda context, builder, signature, args: builder.inttoptr(  # noqa: ARG005

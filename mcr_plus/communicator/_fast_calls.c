@@ -141,6 +141,7 @@ typedef struct {
     int64_t *words;    /* the operation's state */
     uint64_t *counter; /* of the group's board */
     int64_t *active;   /* a number that must be 0; or NULL */
+    int64_t shift;     /* source - target where they may overlap; INT64_MIN: nowhere */
     int reads, writes;
     PyObject *running; /* the work queue: a deque; for messages the list of deferred ones */
     PyObject *operation, *group, *waiting, *remember, *place, *signature;
@@ -257,11 +258,12 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
 
 static int native_init(NativeRun *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"begin", "advance", "polls", "words", "counter", "active", "reads", "writes", "running", "operation",
+    static char *names[] = {"begin", "advance", "polls", "words", "counter", "active", "shift", "reads", "writes", "running", "operation",
                             "group", "waiting", "remember", "place", "signature", "resume", "retain", "keep", NULL};
     unsigned long long begin, advance, words, counter, active;
+    long long shift;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "KKiKKKppOOOOOO!OOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &active,
+            args, kwargs, "KKiKKKLppOOOOOO!OOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &active, &shift,
             &self->reads, &self->writes, &self->running, &self->operation, &self->group, &self->waiting,
             &self->remember, &PyTuple_Type, &self->place, &self->signature, &self->resume, &self->retain, &self->keep))
         return -1;
@@ -270,6 +272,7 @@ static int native_init(NativeRun *self, PyObject *args, PyObject *kwargs)
     self->words = (int64_t *)(uintptr_t)words;
     self->counter = (uint64_t *)(uintptr_t)counter;
     self->active = (int64_t *)(uintptr_t)active;
+    self->shift = shift;
     PyObject *held[] = {self->running, self->operation, self->group, self->waiting, self->remember,
                         self->place, self->signature, self->resume, self->retain, self->keep};
     for (size_t index = 0; index < sizeof(held) / sizeof(*held); index++)
@@ -362,7 +365,7 @@ static void native_dealloc(NativeRun *self)
 
 static PyTypeObject native_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mcr_plus.communicator._fast_calls.NativeRun",
-    .tp_doc = "NativeRun(begin, advance, polls, words, counter, active, reads, writes, running, operation, group, waiting, "
+    .tp_doc = "NativeRun(begin, advance, polls, words, counter, active, shift, reads, writes, running, operation, group, waiting, "
               "remember, place, signature, resume, retain, keep)\n--\n\nA small synchronous operation over shared memory; "
               "`place`: peer and tag of a message, or ().",
     .tp_basicsize = sizeof(NativeRun),
@@ -454,9 +457,10 @@ static PyObject *call_known(FastCalls *self, PyObject *const *args, size_t flags
     PyObject *run = Py_NewRef(call->run); /* the functions may clear this object */
     NativeRun *native = call->native;
     int state = 0;
-    int apart = tensors < 2 || facts[0].data >= facts[1].data + facts[1].nbytes
-        || facts[1].data >= facts[0].data + facts[0].nbytes;
-    if (native != NULL && apart) {
+    int fits = tensors < 2 || facts[0].data >= facts[1].data + facts[1].nbytes
+        || facts[1].data >= facts[0].data + facts[0].nbytes
+        || (native != NULL && (intptr_t)facts[1].data - (intptr_t)facts[0].data == native->shift);
+    if (native != NULL && fits) {
         Py_INCREF((PyObject *)native);
         state = native_run(native, args + 1, facts, tensors);
         Py_DECREF((PyObject *)native);
@@ -612,7 +616,7 @@ PyMODINIT_FUNC PyInit__fast_calls(void)
     name_thread = PyUnicode_InternFromString("fast_path_thread");
     name_sequence = PyUnicode_InternFromString("sequence");
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 3) < 0 /* see fast_calls.py */
+    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 4) < 0 /* see fast_calls.py */
         || PyModule_AddType(module, &calls_type) < 0 || PyModule_AddType(module, &native_type) < 0)
         return NULL;
     return module;

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.prepared import Prepared
 
 
-_INTERFACE: Final = 3  # of the functions of `_fast_calls.c`: both numbers change together
+_INTERFACE: Final = 4  # of the functions of `_fast_calls.c`: both numbers change together
 
 
 @cache
@@ -58,10 +58,11 @@ def native_run(ready: Prepared) -> Any:
         return None
     # An address, as an exported buffer would keep the board from closing; no call comes here after that.
     counter = np.frombuffer(state.board.counter, np.uint64).ctypes.data
+    shift = -(1 << 63) if operation.shift is None else operation.shift
     # Messages have no number, and wait behind deferred ones.
     return _opened()[0].NativeRun(
         native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter, native.active,
-        bool(message.inputs), bool(message.outputs),
+        shift, bool(message.inputs), bool(message.outputs),
         engine.unordered if native.running is None else native.running, operation, state, engine.waiting,
         state.messages.append if place else state.ring.append, place, operation.signature,
         *operation.resuming(native.begun, message.extras), native.words,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.calls import Call
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.prepared import Prepared
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 KINDS = (
     "all_reduce",
@@ -98,7 +100,7 @@ class PersistentBinding:
     def _bound(self, group: Communicator, call: Call) -> tuple[Any, Any]:
         options = cast("CallOptions", self._options)
         now, later = (group.prepared(call, async_op, options) for async_op in (False, True))
-        run, start = _bound(now, later)
+        run, start = _bound(now, later, call.inputs)
         if self._loan is None:
             return run, start
         again = partial(group.opened.arrays.again, self._loan)
@@ -150,11 +152,20 @@ def _pinned(tensor: torch.Tensor) -> Any:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.is_cpu else None
 
 
-def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
+def _bound(now: Prepared, later: Prepared, given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     """Return functions that run and start an operation, on a persistent request if its chain is one call.
 
-    `now` is the synchronous call, `later` the asynchronous one; neither has been issued.
+    `now` is the synchronous call, `later` the asynchronous one; neither has been issued. `given`: its inputs,
+    of which each of them has a copy where they overlap the outputs.
     """
+    copies = [
+        [
+            (copy, tensor)
+            for copy, tensor in zip(ready.message.inputs, given, strict=True)
+            if copy is not tensor
+        ]
+        for ready in (now, later)
+    ]
     operation = now.issue.operation
     native = None if operation is None else operation.persistent(now.message)
     issue, signature = later.issue, later.message.signature
@@ -177,10 +188,21 @@ def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
     def start() -> Work:
         if latest and not latest[0].is_completed():
             raise InvalidArgument("the persistent operation is still pending; wait for its Work first")
+        _copy(copies[1])
         latest[:] = [issue.start(Message(signature, inputs, outputs, **extras))]
         return latest[0]
 
-    return run, start
+    return (partial(_copy_and_run, copies[0], run) if copies[0] else run), start
+
+
+def _copy(pairs: Pairs) -> None:
+    for copy, tensor in pairs:
+        copy.copy_(tensor)
+
+
+def _copy_and_run(pairs: Pairs, run: Callable[[], None]) -> None:
+    _copy(pairs)
+    run()
 
 
 def _start_and_wait(again: Callable[[Callable[[], Work]], Work], start: Callable[[], Work]) -> None:

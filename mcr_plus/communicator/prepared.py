@@ -62,13 +62,18 @@ def prepare(call: Call, signature: Signature, issue: Issue) -> Prepared:
 
     Raises `InvalidArgument` if elements of an output share memory.
     """
-    inputs, outputs, copy_out = _laid_out(call.inputs, call.outputs, call.packed, call.kind in IN_PLACE)
+    in_place, shift = call.kind in IN_PLACE, _shift(issue)
+    inputs, outputs, copy_out = _laid_out(call.inputs, call.outputs, call.packed, in_place, shift)
     extras: Extras = call.extras or {}
     return Prepared(issue, Message(signature, inputs, outputs, **extras), copy_out)
 
 
 def _laid_out(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], packed: bool, in_place: bool
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    packed: bool,
+    in_place: bool,
+    shift: int | None,
 ) -> tuple[Tensors, Tensors, CopyOut | None]:
     if in_place and inputs[0] is outputs[0]:
         value = inputs[0]
@@ -80,7 +85,7 @@ def _laid_out(
     source = pack(inputs) if packed and len(inputs) > 1 else plain(inputs[0]) if inputs else None
     target, copied = _target(outputs, packed)
     if source is not None and target is not None and overlap(source, target):
-        source = source.clone()
+        source = source if source.data_ptr() - target.data_ptr() == shift else source.clone()
     copy_out = None
     if copied and target is not None:
         check_distinct(outputs)
@@ -89,6 +94,11 @@ def _laid_out(
         flat = target.view(-1)
         copy_out = lambda: unpack_into(flat, outputs)  # noqa: E731 - a named function would be no clearer
     return (() if source is None else (source,)), (() if target is None else (target,)), copy_out
+
+
+def _shift(issue: Issue) -> int | None:
+    """Return `BoundOperation.shift`; None if the chain does more than one operation."""
+    return None if issue.operation is None else issue.operation.shift
 
 
 def _target(outputs: Sequence[torch.Tensor], packed: bool) -> tuple[torch.Tensor | None, bool]:
@@ -121,7 +131,7 @@ def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[...,
     # `issue.run` is synchronous, and makes no handle if the chain supports that.
     go: Callable[[Message], Any] = issue.start if async_op else issue.run
     if len(tensors) == 2:
-        same = outputs[0] is tensors[0] and inputs[0] is tensors[1]
+        same = outputs[0] is tensors[0] and (inputs[0] is tensors[1] or overlap(tensors[1], tensors[0]))
         return _two(ready, go, tensors) if same else None
     if not tensors:
         return lambda: go(Message(signature))
@@ -146,10 +156,11 @@ def _two(ready: Prepared, go: Callable[[Message], Any], tensors: Tensors) -> Cal
     """Return the function of `repeated` for one output and one input; each call checks their overlap."""
     signature = ready.message.signature
     written, read = (tensor.nbytes for tensor in tensors)
+    shift = _shift(ready.issue)
 
     def from_one_to_other(target: torch.Tensor, source: torch.Tensor) -> Work | None:
         to, since = target.data_ptr(), source.data_ptr()
-        if to < since + read and since < to + written:
+        if to < since + read and since < to + written and since - to != shift:
             source = source.clone()
         return go(Message(signature, (source,), (target,)))  # type: ignore[no-any-return]
 

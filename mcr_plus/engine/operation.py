@@ -44,6 +44,7 @@ class BoundOperation:
         burst: polls in each round of that loop; `glance` while waits are not calm.
         polled: the library makes progress only while it is polled. `rings`: it then wakes peers itself.
         channel: source of the library's persistent requests; None if no library is involved.
+        shift: distance in bytes at which the source may overlap the target; None if it may not.
         deferred: whether the next issue is queued, to compare signatures or to pass the library's gate.
         has_failover: another library takes over if this one fails.
         by_option: every call is compared, by `compare_every` or by ballots that `start` casts.
@@ -72,6 +73,7 @@ class BoundOperation:
         self.backend = signature.choice
         self.start = self._weighed(start) if signature.nbytes is None else start
         self.native: Callable[..., NativeStart | None] | None = getattr(start, "native", None)
+        self.shift: int | None = getattr(start, "shift", None)
         if isinstance(self.start, FirstCalls):
             self.start.on_settled = partial(setattr, self, "start")
         self.channel = channel

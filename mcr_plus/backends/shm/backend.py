@@ -227,6 +227,16 @@ def _count(signature: Signature, width: int) -> int:
     return count if signature.kind in IN_PLACE else count // signature.ranks
 
 
+def _shift_of(signature: Signature, rank: int) -> int | None:
+    """Return at which distance in bytes the source may overlap the target: each rank's own block stays."""
+    own = rank * (signature.nbytes or 0) // signature.ranks
+    if signature.kind in ("all_gather", "gather"):
+        return own
+    if signature.kind in ("reduce_scatter", "scatter"):
+        return -own
+    return 0 if signature.kind == "all_to_all" else None
+
+
 class SharedMemoryChannel(Channel):
     """See `Channel`."""
 
@@ -266,6 +276,7 @@ class SharedMemoryChannel(Channel):
         if not signature.async_op and (signature.nbytes or 0) <= _NATIVE:
             native = partial(self._queue.native, *begin_and_advance(), state, check=self._check)
             start.native = lambda: native(addresses())  # type: ignore[attr-defined]
+        start.shift = _shift_of(signature, self._group.rank)  # type: ignore[attr-defined]
         return start
 
     def _check(self, state: Any) -> None:

@@ -23,6 +23,7 @@ from mcr_plus.backends.shm.collectives_kernels import _take
 from mcr_plus.backends.shm.segment import LINE, Segment, open_segment
 from mcr_plus.core.group import Group
 from mcr_plus.kernels.cpu import compiled
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 CONFIG: Any = {"version": 1, "backends": ["msccl", "gloo"], "pipeline": [{"dispatch": {}}]}
 SIZES = (4095, 4096, 8192, 100_003, (1 << 19) + 5, (1 << 22) + 17)  # float32: below and above each limit
@@ -99,6 +100,87 @@ def failures(make: Any = misaligned) -> list[str]:
     return wrong
 
 
+def overlapping(size: int, root: int, shift: int, async_op: bool) -> list[str]:
+    """Run all kinds with a block inside the other buffer: this rank's own, or `shift` elements beside it."""
+    me, ranks = mcr.get_rank(), mcr.get_world_size()
+    all_values = [values(rank, ranks * size, size + shift) for rank in range(ranks)]
+    part, wrong = slice(me * size, (me + 1) * size), []
+    low = min(max(me * size + shift, 0), (ranks - 1) * size)
+    # Only the block matters to the ranks that pass one, and it begins elsewhere if it is shifted.
+    blocks = [
+        data[min(max(rank * size + shift, 0), (ranks - 1) * size) :][:size]
+        for rank, data in enumerate(all_values)
+    ]
+    summed = np.sum(all_values, axis=0)
+
+    def check(name: str, found: Any, expected: Any, work: Any) -> None:
+        if work is not None:
+            work.wait()
+        if not np.array_equal(found.numpy(), expected):
+            wrong.append(f"{name} of {size} at {shift}, root {root}, async {async_op}")
+
+    def fresh() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = misaligned(all_values[me])
+        return whole, whole[low : low + size]
+
+    whole, block = fresh()
+    work = mcr.all_gather_into_tensor(whole, block, async_op=async_op)
+    check("all_gather", whole, np.concatenate(blocks), work)
+    whole, block = fresh()
+    check("reduce_scatter", block, summed[part], mcr.reduce_scatter_tensor(block, whole, async_op=async_op))
+    whole, block = fresh()
+    work = mcr.all_to_all_single(whole, whole, async_op=async_op)
+    check("all_to_all", whole, np.concatenate([each[part] for each in all_values]), work)
+    whole, block = fresh()
+    work = mcr.gather(block, list(whole.chunk(ranks)) if me == root else None, root, async_op=async_op)
+    check(
+        "gather", whole if me == root else block, np.concatenate(blocks) if me == root else blocks[me], work
+    )
+    whole, block = fresh()
+    work = mcr.scatter(block, list(whole.chunk(ranks)) if me == root else None, root, async_op=async_op)
+    check("scatter", block, all_values[root][part], work)
+    return wrong
+
+
+def overlaps(way: int | None, backend: str) -> list[str]:
+    """Run `overlapping` in sizes on both sides of each limit, and often, so that calls are repeated."""
+    hand_over(way)
+    wrong = []
+    with mcr.init({**CONFIG, "backends": [backend]}) as comm:
+        for size in (3, 4096, 100_003, (1 << 19) + 5) if backend == "msccl" else (3, 5000):
+            for shift in (0, 0, 0, 1, -size // 2):
+                for async_op in (False, True):
+                    wrong += overlapping(size, size % comm.size, shift, async_op)
+        size = 50_001
+        whole = torch.zeros(comm.size * size)
+        own = whole[comm.rank * size :][:size]
+        again = mcr.persistent("all_gather_into_tensor", whole, own)
+        for turn in range(3):
+            own.fill_(turn + comm.rank)
+            again()
+            if whole.view(comm.size, size).ne(turn + torch.arange(comm.size).view(-1, 1)).any():
+                wrong.append(f"persistent all_gather in turn {turn}")
+    return wrong
+
+
+WAYS = {"by trials": None, "past caches": words.PAST_CACHES, "in place": words.IN_PLACE}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_block_inside_the_other_buffer(ranks: int, way: str) -> None:
+    for result in run_ranks(overlaps, ranks, args=[WAYS[way], "msccl"], via="torch"):
+        assert result.value == []
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_block_inside_the_other_buffer_of_other_libraries(backend: str) -> None:
+    if backend == "mpi" and not mpi_usable():
+        pytest.skip("needs mpi4py and an MPI launcher")
+    for result in run_ranks(overlaps, 2, args=[None, backend], via="torch" if backend == "gloo" else "mpi"):
+        assert result.value == []
+
+
 def everything(way: int | None) -> list[str]:
     """Run all kinds; also in place, asynchronously, and on memory that other processes have mapped."""
     hand_over(way)
@@ -145,8 +227,7 @@ def everything(way: int | None) -> list[str]:
 
 
 def by_all_ways() -> dict[str, list[str]]:
-    names = {"by trials": None, "past caches": words.PAST_CACHES, "in place": words.IN_PLACE}
-    return {name: everything(way) for name, way in names.items()}
+    return {name: everything(way) for name, way in WAYS.items()}
 
 
 @pytest.mark.short("2")

@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
 
     def run(self) -> None:
         """Issue the operation; return when its results are in the caller's tensors."""
-        if self.copy_out is None:
+        if self.copy_out is None and not self.message.signature.is_p2p:
             self.issue.run(self.message)
         else:
             self.start().wait()
@@ -130,6 +130,8 @@ def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[...,
     inputs, outputs = message.inputs, message.outputs
     # `issue.run` is synchronous, and makes no handle if the chain supports that.
     go: Callable[[Message], Any] = issue.start if async_op else issue.run
+    if signature.is_p2p and not async_op:  # observers learn the sender from the handle
+        go = lambda message: issue.start(message).wait()  # noqa: E731 - as below
     if len(tensors) == 2:
         same = outputs[0] is tensors[0] and (inputs[0] is tensors[1] or overlap(tensors[1], tensors[0]))
         return _two(ready, go, tensors) if same else None

@@ -61,7 +61,8 @@ MUTATIONS = (
     Mutation("flows of a gather", "core/message.py", "[mine if peer == signature.root else 0 for peer in range(size)]\n        elif signature.kind == \"reduce_scatter_v\"", "[mine] * size\n        elif signature.kind == \"reduce_scatter_v\"", "test_mismatch test_message"),
     Mutation("a second waiter returns early", "core/work.py", "while not self._is_done and self._finisher != threading.get_ident():", "while False:", "test_coalesce test_waiting test_groups"),
     # communicator
-    Mutation("overlapping output and input", "communicator/prepared.py", "if to < since + read and since < to + written:", "if False:", "test_calls"),
+    Mutation("overlapping output and input", "communicator/prepared.py", "if to < since + read and since < to + written and since - to != shift:", "if False:", "test_calls test_in_place"),
+    Mutation("a block elsewhere in the other buffer", "communicator/prepared.py", "since < to + written and since - to != shift", "since < to + written and shift is None", "test_in_place"),
     Mutation("split sizes that do not sum", "communicator/calls.py", "if len(counts) != group.size or sum(counts) != rows:", "if len(counts) != group.size:", "test_arguments"),
     Mutation("unknown keyword", "communicator/communicator.py", "if isinstance(compress, Mapping) or not options.keys() <= _OPTIONS:", "if isinstance(compress, Mapping):", "test_calls test_arguments"),
     Mutation("elements that share memory", "communicator/tensors.py", "if any(size > 1 and stride == 0", "if any(size > 1 and stride < 0", "test_arguments"),

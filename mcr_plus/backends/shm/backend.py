@@ -229,12 +229,9 @@ def _count(signature: Signature, width: int) -> int:
 
 def _shift_of(signature: Signature, rank: int) -> int | None:
     """Return at which distance in bytes the source may overlap the target: each rank's own block stays."""
+    sends, receives = collective(signature.kind).buffers()
     own = rank * (signature.nbytes or 0) // signature.ranks
-    if signature.kind in ("all_gather", "gather"):
-        return own
-    if signature.kind in ("reduce_scatter", "scatter"):
-        return -own
-    return 0 if signature.kind == "all_to_all" else None
+    return own * (receives == "each") - own * (sends == "each") if "each" in (sends, receives) else None
 
 
 class SharedMemoryChannel(Channel):

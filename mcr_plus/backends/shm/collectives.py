@@ -47,14 +47,14 @@ _NOTHING: Final = ReduceKernels()
 # than a second copy of more, but the kernel must find every page, and does not bypass the caches. What is
 # faster depends on the processor and on the number of ranks (benchmarks/bench_one_copy.py).
 _IN_PLACE: Final = {
-    ALL_GATHER: (16 << 10, 16 << 20),
+    ALL_GATHER: (32 << 10, 16 << 20),
     ALL_REDUCE: (2 << 20, 16 << 20),
-    ALL_TO_ALL: (16 << 10, 8 << 20),
+    ALL_TO_ALL: (32 << 10, 8 << 20),
     BROADCAST: (32 << 10, 1 << 20),
-    EXCHANGE: (16 << 10, 8 << 20),
-    GATHER: (16 << 10, 16 << 20),
-    SCATTER: (16 << 10, 16 << 20),
-    SHARE: (16 << 10, 16 << 20),
+    EXCHANGE: (32 << 10, 8 << 20),
+    GATHER: (32 << 10, 16 << 20),
+    SCATTER: (32 << 10, 16 << 20),
+    SHARE: (32 << 10, 16 << 20),
 }
 _TRIED: Final = (*_IN_PLACE, ALL_REDUCE_WHOLE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V)
 _TRIED_FROM: Final = 1 << 10  # bytes

@@ -82,6 +82,7 @@ ROW: Final = FAULT + FAULT_WORDS
 # Each queue tries both ways of filling slots; which is faster depends on whether the two cores share a cache.
 _LARGE: Final = 8 << 10  # bytes of a part that counts
 _PERIOD: Final = 2048  # parts between two trials
+_BEFORE: Final = 256  # parts before a trial: the first ones touch new memory, which takes longer
 _TRIED: Final = 16  # parts of a trial
 
 # Modes.
@@ -112,18 +113,19 @@ def _fill(state, row, slot, source, nbytes):  # type: ignore[no-untyped-def]
     if nbytes < _LARGE:
         copy(slot, source, nbytes)
         return
-    turn = state[row + PARTS] % _PERIOD
+    turn = state[row + PARTS] % _PERIOD - _BEFORE
     state[row + PARTS] += 1
-    way = turn % 2 if turn < _TRIED else state[row + WAY]
-    began = clock() if turn < _TRIED else np.int64(0)
+    is_tried = 0 <= turn < _TRIED
+    way = turn % 2 if is_tried else state[row + WAY]
+    began = clock() if is_tried else np.int64(0)
     move(slot, source, nbytes, way == PAST_CACHES)
     if way == PAST_CACHES:
         fence()
-    if turn < _TRIED:
+    if is_tried:
         time, least = 1024 * (clock() - began) // nbytes, row + LEAST + way
         state[least] = time if turn < 2 else min(time, state[least])
-    if turn == _TRIED - 1:
-        state[row + WAY] = PAST_CACHES if 8 * state[row + LEAST + 1] < 7 * state[row + LEAST] else COPIED
+    if turn == _TRIED - 1:  # the receiver, which then reads from memory, needs longer
+        state[row + WAY] = PAST_CACHES if 2 * state[row + LEAST + 1] < state[row + LEAST] else COPIED
 
 
 @linked

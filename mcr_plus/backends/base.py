@@ -124,7 +124,8 @@ class NativeStart(NamedTuple):
         words: the operation's state, int64.
         running: operations in progress; `begin` may run while it is empty, by a thread that holds the GIL.
             None for messages.
-        begun: takes an operation over for which `begin` has returned 0: source, target, tensors to keep.
+        begun: takes an operation over for which `begin` has returned 0: source, target, tensors to keep. For
+            messages the engine's lock is held since before `begin`.
         active: address of a number of messages in progress, which must be 0 too; 0 if there is none.
     """
 

@@ -8,7 +8,8 @@
  * (`__dlpack_c_exchange_api__`, DLPack 1.3), so the module needs no header of torch and fits all its versions.
  *
  * The GIL is held throughout: kernels of a `NativeRun` return within microseconds, and no other thread can be
- * in the middle of an operation of the work queue while that queue is empty.
+ * in the middle of an operation of the work queue while that queue is empty. Messages, which any thread may issue
+ * or move, run under the engine's lock, until Python has taken over those that are not complete.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -47,7 +48,7 @@ static PyTypeObject *tensor_type;
 static const DLPackExchangeAPI *api;
 static PyGetSetDef *requires_grad;
 static PyCFunction is_neg;
-static PyObject *name_deferred, *name_calm, *name_relay, *name_thread, *name_sequence;
+static PyObject *name_deferred, *name_calm, *name_relay, *name_thread, *name_sequence, *name_acquire, *name_release;
 
 typedef struct {
     DLDataType dtype;
@@ -144,9 +145,10 @@ typedef struct {
     int64_t shift;     /* source - target where they may overlap; INT64_MIN: nowhere */
     int reads, writes;
     PyObject *running; /* the work queue: a deque; for messages the list of deferred ones */
+    PyObject *lock;    /* held for messages; or None */
     PyObject *operation, *group, *waiting, *remember, *place, *signature;
-    PyObject *resume; /* (source, target, tensors): wait for an operation that has begun */
-    PyObject *retain; /* (source, target, tensors): keep an operation that has begun in flight */
+    PyObject *take; /* (source, target, tensors) -> a function that waits for an operation that has begun */
+    PyObject *retain; /* (the function): keep the operation in flight */
     PyObject *keep;   /* owner of `words` */
     PyObject *fixed;  /* of a persistent operation: its tensors, output first; or NULL */
     PyObject *otherwise; /* () */
@@ -186,8 +188,10 @@ static int is_ready(NativeRun *self)
     return attribute_is(self->operation, name_deferred, Py_False);
 }
 
-/* Return 1 if the operation is complete, 0 if Python must run it, -1 after an error. */
-static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *facts, int count)
+enum { BEGUN = 2 };
+
+/* Return 1 if the operation is complete, BEGUN, 0 if Python must run it, -1 after an error. */
+static int run_now(NativeRun *self, int64_t source, int64_t target)
 {
     int is_message = PyTuple_GET_SIZE(self->place) != 0;
     PyObject *note = PyTuple_New(3 + is_message); /* first: it may collect garbage, whose finalizers may do anything */
@@ -217,36 +221,11 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
         return -1;
     Py_DECREF(done);
     *self->counter += !is_message;
-    int64_t target = self->writes ? (int64_t)facts[0].data : 0;
-    int64_t source = count == 2 ? (int64_t)facts[1].data : self->reads ? (int64_t)facts[0].data : target;
     int complete = self->begin(self->words, source, target) != 0;
     for (int poll = 0; poll < self->polls && !complete; poll++)
         complete = self->advance(self->words, 1) != 0;
-    if (!complete) {
-        PyObject *held = PyTuple_New(count);
-        if (held == NULL)
-            return -1;
-        for (int index = 0; index < count; index++) {
-            PyObject *value = tensors[index]; /* of a list its tensors, since a list may change */
-            value = PyList_CheckExact(value) ? PySequence_Tuple(value) : Py_NewRef(value);
-            if (value == NULL) { /* no memory: peers still need the operation */
-                PyErr_Clear();
-                value = Py_NewRef(tensors[index]);
-            }
-            PyTuple_SET_ITEM(held, index, value);
-        }
-        done = PyObject_CallFunction(self->resume, "LLO", (long long)source, (long long)target, held);
-        if (done == NULL && is_idle(self)) { /* interrupted; peers depend on the operation */
-            PyObject *kind, *value, *trace;
-            PyErr_Fetch(&kind, &value, &trace);
-            PyObject *poll = PyObject_CallFunction(self->retain, "LLO", (long long)source, (long long)target, held);
-            Py_XDECREF(poll);
-            PyErr_Restore(kind, value, trace);
-        }
-        Py_DECREF(held);
-        Py_XDECREF(done);
-        return done == NULL ? -1 : 1;
-    }
+    if (!complete)
+        return BEGUN;
     int calm = attribute_is(self->waiting, name_calm, Py_True);
     if (calm == 0) {
         done = PyObject_CallMethodNoArgs(self->waiting, name_relay);
@@ -256,16 +235,81 @@ static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *fa
     return calm;
 }
 
+/* Release the lock; keeps the error that is set. */
+static void unlock(NativeRun *self)
+{
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    PyObject *done = PyObject_CallMethodNoArgs(self->lock, name_release);
+    Py_XDECREF(done);
+    PyErr_Restore(kind, value, trace);
+}
+
+/* Let Python take an operation over, release the lock, and wait. After an interrupt the operation stays in flight. */
+static int resume(NativeRun *self, PyObject *const *tensors, int count, int64_t source, int64_t target)
+{
+    PyObject *held = PyTuple_New(count), *rest, *done, *kind = NULL, *value = NULL, *trace = NULL;
+    for (int index = 0; held != NULL && index < count; index++) {
+        PyObject *each = tensors[index]; /* of a list its tensors, since a list may change */
+        each = PyList_CheckExact(each) ? PySequence_Tuple(each) : Py_NewRef(each);
+        if (each == NULL) { /* no memory: peers still need the operation */
+            PyErr_Clear();
+            each = Py_NewRef(tensors[index]);
+        }
+        PyTuple_SET_ITEM(held, index, each);
+    }
+    rest = held == NULL ? NULL : PyObject_CallFunction(self->take, "LLO", (long long)source, (long long)target, held);
+    if (held != NULL && rest == NULL && is_idle(self)) { /* interrupted; peers depend on the operation */
+        PyErr_Fetch(&kind, &value, &trace);
+        rest = PyObject_CallFunction(self->take, "LLO", (long long)source, (long long)target, held);
+    }
+    Py_XDECREF(held);
+    if (self->lock != Py_None)
+        unlock(self);
+    done = rest == NULL || kind != NULL ? NULL : PyObject_CallNoArgs(rest);
+    if (done == NULL && rest != NULL && (kind != NULL || !PyErr_ExceptionMatches(PyExc_Exception))) {
+        if (kind == NULL)
+            PyErr_Fetch(&kind, &value, &trace);
+        PyObject *kept = PyObject_CallOneArg(self->retain, rest);
+        Py_XDECREF(kept);
+    }
+    if (kind != NULL)
+        PyErr_Restore(kind, value, trace);
+    Py_XDECREF(rest);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 1;
+}
+
+/* Return 1 if the operation is complete, 0 if Python must run it, -1 after an error. */
+static int native_run(NativeRun *self, PyObject *const *tensors, const Facts *facts, int count)
+{
+    int64_t target = self->writes ? (int64_t)facts[0].data : 0;
+    int64_t source = count == 2 ? (int64_t)facts[1].data : self->reads ? (int64_t)facts[0].data : target;
+    int locks = self->lock != Py_None;
+    if (locks) {
+        PyObject *done = PyObject_CallMethodOneArg(self->lock, name_acquire, Py_False);
+        Py_XDECREF(done); /* a bool */
+        if (done != Py_True) /* another thread is inside the engine */
+            return done == NULL ? -1 : 0;
+    }
+    int state = run_now(self, source, target);
+    if (state == BEGUN)
+        return resume(self, tensors, count, source, target);
+    if (locks)
+        unlock(self);
+    return state;
+}
+
 static int native_init(NativeRun *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"begin", "advance", "polls", "words", "counter", "active", "shift", "reads", "writes", "running", "operation",
-                            "group", "waiting", "remember", "place", "signature", "resume", "retain", "keep", NULL};
+    static char *names[] = {"begin", "advance", "polls", "words", "counter", "active", "shift", "reads", "writes", "running", "lock", "operation",
+                            "group", "waiting", "remember", "place", "signature", "take", "retain", "keep", NULL};
     unsigned long long begin, advance, words, counter, active;
     long long shift;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "KKiKKKLppOOOOOO!OOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &active, &shift,
-            &self->reads, &self->writes, &self->running, &self->operation, &self->group, &self->waiting,
-            &self->remember, &PyTuple_Type, &self->place, &self->signature, &self->resume, &self->retain, &self->keep))
+            args, kwargs, "KKiKKKLppOOOOOOO!OOOO:NativeRun", names, &begin, &advance, &self->polls, &words, &counter, &active, &shift,
+            &self->reads, &self->writes, &self->running, &self->lock, &self->operation, &self->group, &self->waiting,
+            &self->remember, &PyTuple_Type, &self->place, &self->signature, &self->take, &self->retain, &self->keep))
         return -1;
     self->begin = (Begin)(uintptr_t)begin;
     self->advance = (Advance)(uintptr_t)advance;
@@ -273,8 +317,8 @@ static int native_init(NativeRun *self, PyObject *args, PyObject *kwargs)
     self->counter = (uint64_t *)(uintptr_t)counter;
     self->active = (int64_t *)(uintptr_t)active;
     self->shift = shift;
-    PyObject *held[] = {self->running, self->operation, self->group, self->waiting, self->remember,
-                        self->place, self->signature, self->resume, self->retain, self->keep};
+    PyObject *held[] = {self->running, self->lock, self->operation, self->group, self->waiting, self->remember,
+                        self->place, self->signature, self->take, self->retain, self->keep};
     for (size_t index = 0; index < sizeof(held) / sizeof(*held); index++)
         Py_INCREF(held[index]);
     return 0;
@@ -325,13 +369,14 @@ static PyMethodDef native_methods[] = {
 static int native_traverse(NativeRun *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->running);
+    Py_VISIT(self->lock);
     Py_VISIT(self->operation);
     Py_VISIT(self->group);
     Py_VISIT(self->waiting);
     Py_VISIT(self->remember);
     Py_VISIT(self->place);
     Py_VISIT(self->signature);
-    Py_VISIT(self->resume);
+    Py_VISIT(self->take);
     Py_VISIT(self->retain);
     Py_VISIT(self->keep);
     Py_VISIT(self->fixed);
@@ -342,13 +387,14 @@ static int native_traverse(NativeRun *self, visitproc visit, void *arg)
 static int native_clear(NativeRun *self)
 {
     Py_CLEAR(self->running);
+    Py_CLEAR(self->lock);
     Py_CLEAR(self->operation);
     Py_CLEAR(self->group);
     Py_CLEAR(self->waiting);
     Py_CLEAR(self->remember);
     Py_CLEAR(self->place);
     Py_CLEAR(self->signature);
-    Py_CLEAR(self->resume);
+    Py_CLEAR(self->take);
     Py_CLEAR(self->retain);
     Py_CLEAR(self->keep);
     Py_CLEAR(self->fixed);
@@ -365,8 +411,8 @@ static void native_dealloc(NativeRun *self)
 
 static PyTypeObject native_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mcr_plus.communicator._fast_calls.NativeRun",
-    .tp_doc = "NativeRun(begin, advance, polls, words, counter, active, shift, reads, writes, running, operation, group, waiting, "
-              "remember, place, signature, resume, retain, keep)\n--\n\nA small synchronous operation over shared memory; "
+    .tp_doc = "NativeRun(begin, advance, polls, words, counter, active, shift, reads, writes, running, lock, operation, group, waiting, "
+              "remember, place, signature, take, retain, keep)\n--\n\nA small synchronous operation over shared memory; "
               "`place`: peer and tag of a message, or ().",
     .tp_basicsize = sizeof(NativeRun),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
@@ -615,8 +661,10 @@ PyMODINIT_FUNC PyInit__fast_calls(void)
     name_relay = PyUnicode_InternFromString("relay");
     name_thread = PyUnicode_InternFromString("fast_path_thread");
     name_sequence = PyUnicode_InternFromString("sequence");
+    name_acquire = PyUnicode_InternFromString("acquire");
+    name_release = PyUnicode_InternFromString("release");
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 4) < 0 /* see fast_calls.py */
+    if (module == NULL || PyModule_AddIntConstant(module, "INTERFACE", 5) < 0 /* see fast_calls.py */
         || PyModule_AddType(module, &calls_type) < 0 || PyModule_AddType(module, &native_type) < 0)
         return NULL;
     return module;

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.prepared import Prepared
 
 
-_INTERFACE: Final = 4  # of the functions of `_fast_calls.c`: both numbers change together
+_INTERFACE: Final = 5  # of the functions of `_fast_calls.c`: both numbers change together
 
 
 @cache
@@ -63,7 +63,8 @@ def native_run(ready: Prepared) -> Any:
     return _opened()[0].NativeRun(
         native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter, native.active,
         shift, bool(message.inputs), bool(message.outputs),
-        engine.unordered if native.running is None else native.running, operation, state, engine.waiting,
-        state.messages.append if place else state.ring.append, place, operation.signature,
+        engine.unordered if native.running is None else native.running, engine.lock if place else None,
+        operation, state, engine.waiting, state.messages.append if place else state.ring.append, place,
+        operation.signature,
         *operation.resuming(native.begun, message.extras), native.words,
     )  # fmt: skip

@@ -188,7 +188,7 @@ def _bound(now: Prepared, later: Prepared, given: Sequence[torch.Tensor]) -> tup
     def start() -> Work:
         if latest and not latest[0].is_completed():
             raise InvalidArgument("the persistent operation is still pending; wait for its Work first")
-        _copy(copies[1])
+        _copy(copies[native is None])  # a request reads the tensors of `now`
         latest[:] = [issue.start(Message(signature, inputs, outputs, **extras))]
         return latest[0]
 

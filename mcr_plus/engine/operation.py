@@ -349,30 +349,36 @@ class BoundOperation:
 
     def resuming(
         self, begun: Callable[[int, int, Any], Poll], extras: Extras
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
+    ) -> tuple[Callable[..., Any], Callable[..., None]]:
         """Bind the rest of a synchronous call whose operation compiled code has begun, see `NativeStart`.
 
-        Returns functions that wait for the operation, and that keep it in flight after an interrupt.
+        Returns a function that takes the operation over, and one that keeps it in flight after an interrupt.
+        The first returns a function that waits; for a message it is called under the lock.
         """
-        waiting, signature = self.engine.waiting, self.signature
+        waiting, signature, lock = self.engine.waiting, self.signature, self.engine.lock
 
-        def resume(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
-            message, poll = Message(signature, tensors[-1:], tensors[:1], **extras), None
-            try:
-                poll = begun(source, target, tensors)
-                is_done = self._poll_longer(poll)  # compiled code has made the first polls
-            except BaseException as error:
+        def finish(message: Message, poll: Poll) -> None:
+            def locked() -> bool:
+                with lock:
+                    return poll()
+
+            try:  # compiled code has made the first polls
+                is_done = self._poll_longer(locked if signature.is_p2p else poll)
+            except Exception as error:
                 self._fail_run(message, poll, error)
             if is_done:
                 waiting.relay()
             else:
-                self._wait_run(message, poll)
+                self._issued(message, poll).wait()
 
-        def retain(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> None:
+        def take(source: int, target: int, tensors: tuple[torch.Tensor, ...]) -> Any:
             message = Message(signature, tensors[-1:], tensors[:1], **extras)
-            self._keep(self._issued(message, begun(source, target, tensors)))
+            return partial(finish, message, begun(source, target, tensors))
 
-        return resume, retain
+        def retain(taken: Any) -> None:
+            self._keep(self._issued(*taken.args))
+
+        return take, retain
 
     def _poll_longer(self, poll: Poll) -> bool:
         """Continue polling, with naps if waits are not calm; return whether the operation is done."""

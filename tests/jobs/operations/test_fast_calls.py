@@ -256,6 +256,41 @@ def test_messages_in_both_ways(ranks: int, compiled: bool) -> None:
     assert results[0].value["in Python"] == (0 if compiled else 20)
 
 
+def beside_another_thread(progress: str) -> list[str]:
+    """Repeat messages in one group while another thread waits in another one, which moves all messages."""
+    stages = [{"dispatch": {"progress": progress}}]
+    with mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages}, timeout=20.0) as comm:
+        other, failures, me, ends = comm.branch(), list[str](), comm.rank, threading.Event()
+
+        def beside() -> None:
+            other.take_over()
+            ended = torch.zeros(1)
+            while ended.item() < 2:
+                other.all_reduce(ended.fill_(ends.is_set()), async_op=True).wait()
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        for turn in range(1500):
+            size = (1, 5, 3000, 40_000, 200_000)[turn % 5]
+            value, found = _values(0, size, turn).astype(np.float32), torch.empty(size)
+            if me == 0:
+                mcr.send(torch.from_numpy(value), 1, 3)
+            mcr.recv(found, 1 - me, 3)
+            if me == 1:
+                mcr.send(found.clone(), 0, 3)
+            if not np.array_equal(found.numpy(), value):
+                failures.append(f"message {turn} of {size}")
+        ends.set()
+        thread.join()
+        return failures
+
+
+@pytest.mark.parametrize("progress", ["caller", "thread"])
+def test_messages_beside_another_thread(progress: str) -> None:
+    for result in run_ranks(beside_another_thread, 2, args=[progress], via="torch"):
+        assert result.value == []
+
+
 def _interrupt_in(seconds: float) -> None:
     def raises(*_: object) -> None:
         raise Interrupted

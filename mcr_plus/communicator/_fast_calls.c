@@ -592,10 +592,16 @@ static PyObject *calls_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObje
     return (PyObject *)self;
 }
 
+static PyObject *is_full(FastCalls *self, PyObject *Py_UNUSED(ignored))
+{
+    return PyBool_FromLong(self->count >= MOST_CALLS);
+}
+
 static PyMethodDef calls_methods[] = {
     {"learn", (PyCFunction)learn_call, METH_VARARGS,
      "learn(run, native, name, tensors, arguments) -> bool\n--\n\nKeep an operation for calls like this one; "
      "`native` is a NativeRun or None. False: calls of these tensors or arguments cannot be kept."},
+    {"is_full", (PyCFunction)is_full, METH_NOARGS, "Return whether no more calls are kept."},
     {"clear", (PyCFunction)clear_calls, METH_NOARGS, "Forget all calls."},
     {NULL},
 };

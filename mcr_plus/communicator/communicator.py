@@ -12,7 +12,7 @@ import torch
 
 from mcr_plus.communicator import calls
 from mcr_plus.communicator.calls import Call, CallOptions, Unpack
-from mcr_plus.communicator.operations import Operations
+from mcr_plus.communicator.operations import PLANS, Operations
 from mcr_plus.communicator.operations import P2POp as P2POp
 from mcr_plus.communicator.prepared import Prepared, prepare
 from mcr_plus.communicator.successors import Succession
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mcr_plus.engine.hook import Hooks
 
 _OPTIONS = CallOptions.__annotations__.keys()
-_PLANS = 4 * SIGNATURES  # several per signature: different arguments may share a signature
 
 
 class Communicator(Operations):
@@ -352,7 +351,7 @@ class Communicator(Operations):
             plan = self._chain(signature)
             for bound in self.hooks.bound:
                 plan = replace(plan, issue=bound(self._group, plan.issue))
-            if len(self._plans) >= _PLANS:  # needs no other rank: new plans use the same chains
+            if len(self._plans) >= PLANS:  # needs no other rank: new plans use the same chains
                 self.opened.forget_plans()
             self._plans[key] = plan
         return prepare(call, plan.signature, plan.issue)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from mcr_plus.communicator.prepared import Prepared, repeated
 from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.work import Work
+from mcr_plus.engine.group_runtime import SIGNATURES
 from mcr_plus.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.core.group import Group
+
+PLANS: Final = 4 * SIGNATURES
+"""Most plans of a group: several per signature, shared by calls with different arguments, such as tags."""
 
 
 @dataclass(eq=False, repr=False)
@@ -399,8 +403,10 @@ class Operations(ABC):
         if key is not None and isinstance(ready, Prepared):
             run = repeated(ready, tensors, async_op)
             if run is not None:
+                if len(self._plans) >= PLANS:
+                    self.opened.forget_plans()
                 self._plans[key] = run
-                if self._fast is not None:
+                if self._fast is not None and not self._fast.is_full():
                     native = None if async_op else native_run(ready)
                     self._fast.learn(run, native, name, tensors, rest)
         return ready

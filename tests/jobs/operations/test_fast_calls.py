@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.communicator import prepared
+from mcr_plus.communicator import operations, prepared
 from mcr_plus.communicator.fast_calls import fast_calls
 from mcr_plus.core.message import Message
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
@@ -254,6 +254,29 @@ def test_messages_in_both_ways(ranks: int, compiled: bool) -> None:
         assert found["remembered"]
     assert results[0].value["late"] == [7.0] * 5
     assert results[0].value["in Python"] == (0 if compiled else 20)
+
+
+def many_tags() -> list[Any]:
+    """Use each tag once: plans are forgotten, and messages arrive all the same."""
+    operations.PLANS = 50  # type: ignore[misc]
+    with mcr.init({"version": 1, "backends": ["msccl"], "pipeline": [{"dispatch": {}}]}) as comm:
+        peer, most, wrong = 1 - comm.rank, 0, list[int]()
+        for tag in range(400):
+            found, sent = torch.empty(2, 3), torch.full((3,), float(tag + comm.rank))
+            ops = [mcr.P2POp(mcr.isend, sent, peer, tag=tag), mcr.P2POp(mcr.irecv, found[0], peer, tag=tag)]
+            works = mcr.batch_isend_irecv(ops)
+            mcr.recv(found[1], peer, tag) if comm.rank else mcr.send(sent, peer, tag)
+            for work in works:
+                work.wait()
+            if found[: 1 + comm.rank].ne(tag + peer).any():
+                wrong.append(tag)
+            most = max(most, len(comm.opened.plans))
+        return [most <= 60, wrong]
+
+
+def test_plans_of_messages_are_forgotten() -> None:
+    for result in run_ranks(many_tags, 2, via="torch"):
+        assert result.value == [True, []]
 
 
 def beside_another_thread(progress: str) -> list[str]:

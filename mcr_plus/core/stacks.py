@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import faulthandler
+import ctypes
 import os
 import re
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
@@ -23,9 +25,12 @@ _OTHERS: Final = (*_LIBRARIES, _PACKAGE, "<")
 _is_program: Final[dict[str, bool]] = {}  # file → whether it belongs to the program
 _INSTALLED: Final = re.compile(r"^<|/(site|dist)-packages/|/lib/python3\.\d+/")  # on any machine
 # Python 3.11 may end with SIGSEGV if a thread reads frame objects of another running thread, as profilers
-# have found too; 3.12 creates frames in the same way. There, frames come from faulthandler, which creates no
-# frame objects and takes up to some milliseconds for all threads of a process.
+# have found too; 3.12 creates frames in the same way. There, frames come from the function by which
+# faulthandler writes one thread's. Its functions for all threads end Python 3.11 in the same way if a thread
+# of a library, such as gloo's, enters Python meanwhile: its state is in the list before it is complete.
 _OTHERS_BY_TEXT: Final = (3, 11) <= sys.version_info < (3, 13)
+_MOST_THREADS: Final = 10_000
+_MOST_WORDS: Final = 40
 _LINE: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _ESCAPED: Final = re.compile(r"\\(?:x(..)|u(....)|U(.{8}))")
 
@@ -88,17 +93,49 @@ def _frames_by_text(thread: int) -> Iterator[Frame]:
     """Yield the innermost 100 frames of a thread as faulthandler writes them."""
     try:
         with open(os.memfd_create("mcr_plus"), "rb") as file:
-            faulthandler.dump_traceback(file)
+            time.sleep(0)  # threads that wait for the GIL now get it; later ones leave it for 5 ms
+            if not (state := _state_of(thread)):
+                return
+            _python()[0]._Py_DumpTraceback(file.fileno(), state)
             file.seek(0)
             text = file.read().decode("ascii", "replace")
-    except OSError:  # no file descriptor is left
+    except (OSError, AttributeError):  # no file descriptor is left; a Python without this function
         return
-    for line in text.partition(f"hread 0x{thread:016x} ")[2].splitlines()[1:]:
+    for line in text.splitlines()[1:]:
         found = _LINE.match(line)
         if found is None:
             return
         file_name, number, name = found.groups()
         yield Frame(_unescaped(name), _unescaped(file_name), int(number))
+
+
+def _state_of(thread: int) -> int:
+    """Return the address of a thread's state, which stays while the caller has the GIL; 0 if it has ended."""
+    python, offset = _python()
+    state = python.PyInterpreterState_ThreadHead(python.PyInterpreterState_Get())
+    for _ in range(_MOST_THREADS):
+        if not state or ctypes.c_ulong.from_address(state + offset).value == thread:
+            break
+        state = python.PyThreadState_Next(state)
+    return state or 0
+
+
+@cache
+def _python() -> tuple[ctypes.PyDLL, int]:
+    """Return Python's C functions, and the offset of the identity in a thread's state."""
+    python = ctypes.PyDLL(None)
+    for name in (
+        "ThreadState_Get",
+        "InterpreterState_Get",
+        "InterpreterState_ThreadHead",
+        "ThreadState_Next",
+    ):
+        getattr(python, f"Py{name}").restype = ctypes.c_void_p
+    for name in ("InterpreterState_ThreadHead", "ThreadState_Next"):
+        getattr(python, f"Py{name}").argtypes = (ctypes.c_void_p,)
+    python._Py_DumpTraceback.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    own = (ctypes.c_ulong * _MOST_WORDS).from_address(python.PyThreadState_Get())
+    return python, 8 * list(own).index(threading.get_ident())
 
 
 def _unescaped(text: str) -> str:

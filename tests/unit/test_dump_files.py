@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import itertools
 import json
 import os
 import pickle
@@ -456,6 +458,31 @@ def test_frames_of_another_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ended.set()
         thread.join()
     assert frames_of(thread.ident) == []
+
+
+@pytest.mark.skipif(not stacks._OTHERS_BY_TEXT, reason="another Python creates frame objects instead")
+def test_frames_while_threads_of_libraries_enter_python() -> None:
+    """Their states are in Python's list before they are complete."""
+    libc, ended, entered = ctypes.CDLL(None), threading.Event(), itertools.count()
+    enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: next(entered) * 0)
+
+    def start() -> None:
+        thread = ctypes.c_ulong()
+        for _ in range(5000):
+            if not libc.pthread_create(ctypes.byref(thread), None, enter, None):
+                libc.pthread_detach(thread)
+            time.sleep(1e-4)
+        ended.set()
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    seen = 0
+    while not ended.is_set():
+        assert starter.ident is not None
+        seen += any(frame.name == "start" for frame in frames_of(starter.ident))
+    starter.join()
+    assert next(entered) > 1000
+    assert seen > 100
 
 
 def test_other_threads_are_read_by_text_where_python_may_end() -> None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from unit.test_import_order import CAPABILITIES  # noqa: E402 - of the folder that has just been added
 
 TESTS: Final = (
-    "agreement", "board", "bucket", "buffers", "config", "cost", "deadline", "membership_rules",
+    "agreement", "board", "buffers", "config", "cost", "deadline", "membership_rules",
     "message", "pausing", "peer_lost", "pipeline", "registry", "relay", "watched_store",
 )  # fmt: skip
 """Tests in `tests/unit` that import no capability, without the long ones."""

@@ -104,7 +104,7 @@ class PersistentBinding:
         if self._loan is None:
             return run, start
         again = partial(group.opened.arrays.again, self._loan)
-        return partial(_start_and_wait, again, partial(_start_again, now)), partial(again, start)
+        return partial(_start_and_wait, again, partial(_start_again, now, call.inputs)), partial(again, start)
 
     def _become(self, operation: Any, run: Any, start: Any, group: object) -> None:
         """Change a `partial` in place, by `__setstate__`, which unpickling uses."""
@@ -195,6 +195,12 @@ def _bound(now: Prepared, later: Prepared, given: Sequence[torch.Tensor]) -> tup
     return (partial(_copy_and_run, copies[0], run) if copies[0] else run), start
 
 
+def _copies(message: Message, given: Sequence[torch.Tensor]) -> Pairs:
+    """Return the message's inputs that are copies, each with its original."""
+    pairs = zip(message.inputs, given, strict=True)
+    return [(copy, tensor) for copy, tensor in pairs if copy is not tensor]
+
+
 def _copy(pairs: Pairs) -> None:
     for copy, tensor in pairs:
         copy.copy_(tensor)
@@ -209,8 +215,9 @@ def _start_and_wait(again: Callable[[Callable[[], Work]], Work], start: Callable
     again(start).wait()
 
 
-def _start_again(ready: Prepared) -> Work:
+def _start_again(ready: Prepared, given: Sequence[torch.Tensor]) -> Work:
     message = ready.message
+    _copy(_copies(message, given))
     return ready.issue.start(message.with_tensors(message.inputs, message.outputs))
 
 

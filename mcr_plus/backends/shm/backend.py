@@ -62,6 +62,7 @@ _SLOT: Final = 128 << 10
 _SLOTS: Final = 8 << 20  # bytes for all queues of algorithms, and for all of messages
 _CELL: Final = (16 << 10) + 64  # 16 KiB and a header
 _CELLS: Final = 128
+_CHECKED: Final = 576  # bytes of a slot for messages with checksums
 _LEAST_CELLS: Final = 8  # so that sender and receiver copy at the same time
 _LEAST_SLOT: Final = 256  # bytes
 _UNREADABLE_S: Final = 5.0  # s in which the engine notices that a peer has died or has given up
@@ -198,7 +199,7 @@ def shape_of(ranks: int) -> Shape:
     """Return the sizes of the shared memory of a group."""
     unit, pairs = 64 * ranks, ranks * (ranks - 1)
     queues, each = channels(ranks), _SLOTS // pairs
-    cell = max(_LEAST_SLOT, min(_CELL, each // _LEAST_CELLS)) // 64 * 64
+    cell = max(min(_CELL, each // _LEAST_CELLS), min(_CHECKED, each // _DEPTH), _LEAST_SLOT) // 64 * 64
     return Shape(
         ranks,
         channels=_MESSAGES + queues,

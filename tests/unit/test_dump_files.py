@@ -470,8 +470,7 @@ def test_frames_while_threads_of_libraries_enter_python() -> None:
         thread = ctypes.c_ulong()
         for _ in range(5000):
             if not libc.pthread_create(ctypes.byref(thread), None, enter, None):
-                libc.pthread_detach(thread)
-            time.sleep(1e-4)
+                libc.pthread_join(thread, None)  # before `enter` goes
         ended.set()
 
     starter = threading.Thread(target=start)

@@ -112,6 +112,7 @@ def dying_in_reset(step: str, victim: int) -> dict[str, Any]:
         else:
             setattr(init, "begin", die)  # noqa: B010 - a function
     told = told_by(mcr.reset)
+    meet("told", comm.size - 1)  # a rank that ends would be lost, too
     if step == "before":
         comm = mcr.shrink()
         x = torch.full((3,), 1.0 + comm.rank)

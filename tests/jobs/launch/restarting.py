@@ -127,6 +127,7 @@ def init_without(number: str) -> None:
         mcr.init(backends=["gloo"], timeout=_PATIENCE_S)
     except mcr.PeerLost as error:
         print(f"{RANK} told PeerLost {list(error.ranks)} {error}\n", end="", flush=True)
+    time.sleep(2)  # a rank that ends would be lost, too
 
 
 def init_after_all(folder: str) -> None:

@@ -289,7 +289,9 @@ def beside_another_thread(progress: str) -> list[str]:
             other.take_over()
             ended = torch.zeros(1)
             while ended.item() < 2:
-                other.all_reduce(ended.fill_(ends.is_set()), async_op=True).wait()
+                work = other.all_reduce(ended.fill_(ends.is_set()), async_op=True)
+                assert work is not None
+                work.wait()
 
         thread = threading.Thread(target=beside)
         thread.start()

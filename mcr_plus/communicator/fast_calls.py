@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.prepared import Prepared
 
 
+_MORE: Final = 8  # times the polls of a collective
 _INTERFACE: Final = 5  # of the functions of `_fast_calls.c`: both numbers change together
 
 
@@ -58,10 +59,12 @@ def native_run(ready: Prepared) -> Any:
         return None
     # An address, as an exported buffer would keep the board from closing; no call comes here after that.
     counter = np.frombuffer(state.board.counter, np.uint64).ctypes.data
+    # A poll of a message is shorter, and Python's waits take the lock.
+    polls = len(operation.first) * (_MORE if place else 1)
     shift = -(1 << 63) if operation.shift is None else operation.shift
     # Messages have no number, and wait behind deferred ones.
     return _opened()[0].NativeRun(
-        native.begin, native.advance, len(operation.first), native.words.ctypes.data, counter, native.active,
+        native.begin, native.advance, polls, native.words.ctypes.data, counter, native.active,
         shift, bool(message.inputs), bool(message.outputs),
         engine.unordered if native.running is None else native.running, engine.lock if place else None,
         operation, state, engine.waiting, state.messages.append if place else state.ring.append, place,

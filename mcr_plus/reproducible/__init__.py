@@ -1,0 +1,1 @@
+"""Sums that do not depend on library, size, bucket, order or number of ranks."""

@@ -1,0 +1,227 @@
+"""Kernels that add up the values of several buffers exactly, and round each sum once.
+
+Sums are kept in float64, and the error of each addition is computed (Knuth's TwoSum, TAOCP vol. 2, 4.2.2).
+Most have none, since float32 leaves 29 bits. If there are errors, they are added up in a second float64; if
+one of that addition is lost, too, the element is added up in integers that cover float64's whole range
+(Kulisch's long accumulator). So each result is the exact sum, rounded to nearest even once: it does not depend
+on the order, nor on how the addends are distributed.
+
+NaN if an addend is NaN or both infinities
+are there; the sum of zeros is -0 only if all are -0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numba
+import numba.extending
+import numpy as np
+
+from mcr_plus.kernels.cpu import linked
+
+_numba: Any = numba  # partly annotated, which type checkers report
+_types: Any = _numba.types
+
+LANES: Final = 512
+"""Values that are added up at a time; their sums stay in the nearest cache."""
+_LIMBS: Final = 72
+_LOWEST: Final = -1088  # exponent of the first bit of a long accumulator; the last one is 2^1215
+_FRACTION: Final = (1 << 52) - 1
+_MASK: Final = (1 << 32) - 1
+
+
+@_numba.extending.intrinsic
+def _pointer(typing_context, address):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Return an address as a pointer."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return builder.inttoptr(args[0], context.get_value_type(_types.voidptr))
+
+    return _types.voidptr(_types.int64), generate
+
+
+@_numba.extending.intrinsic
+def _bits_of(typing_context, value):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Return the bits of a float64."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return builder.bitcast(args[0], context.get_value_type(_types.int64))
+
+    return _types.int64(_types.float64), generate
+
+
+@_numba.extending.intrinsic
+def _of_bits(typing_context, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Return the float64 with these bits."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return builder.bitcast(args[0], context.get_value_type(_types.float64))
+
+    return _types.float64(_types.int64), generate
+
+
+@linked
+def _odd(high, low):  # type: ignore[no-untyped-def]
+    """Return `high + low` rounded to odd, so that it can be rounded again (Boldo & Melquiond, 2008)."""
+    total = high + low
+    part = total - high
+    rest = (high - (total - part)) + (low - part)
+    if rest == 0 or not abs(total) < np.inf:
+        return total
+    bits = _bits_of(total)
+    if (rest > 0) != (total > 0):
+        bits -= 1
+    return _of_bits(bits | 1)
+
+
+@linked
+def _long_sum(values, count, limbs, halfway):  # type: ignore[no-untyped-def]
+    """Return the sum of `count` finite float64 values, infinite if it is too large.
+
+    It is rounded to nearest even if `halfway`, else to odd.
+    """
+    for index in range(_LIMBS):
+        limbs[index] = 0
+    for index in range(count):
+        bits = _bits_of(values[index])
+        exponent, mantissa = (bits >> 52) & 0x7FF, bits & _FRACTION
+        if exponent:
+            mantissa |= _FRACTION + 1
+        at = max(exponent, np.int64(1)) - 1075 - _LOWEST
+        sign, first, shift = (np.int64(-1) if bits < 0 else np.int64(1)), at // 32, at % 32
+        limbs[first] += sign * ((mantissa << shift) & _MASK)
+        limbs[first + 1] += sign * ((mantissa >> (32 - shift)) & _MASK)
+        if shift:
+            limbs[first + 2] += sign * (mantissa >> (64 - shift))
+    negative = np.int64(0)
+    for _ in range(2):
+        carry = np.int64(0)
+        for index in range(_LIMBS):
+            total = limbs[index] + carry
+            limbs[index], carry = total & _MASK, total >> 32
+        if carry == 0:
+            break
+        negative = np.int64(1)
+        for index in range(_LIMBS):
+            limbs[index] = -limbs[index]
+        limbs[_LIMBS - 1] -= carry << 32
+    highest = np.int64(32 * _LIMBS - 1)
+    while highest >= 0 and limbs[highest // 32] >> (highest % 32) & 1 == 0:
+        highest -= 1
+    if highest < 0:
+        return 0.0
+    if highest + _LOWEST > 1023:
+        return -np.inf if negative else np.inf
+    lowest = max(highest - 52, np.int64(-1074 - _LOWEST))
+    mantissa = np.int64(0)
+    for at in range(highest, lowest - 1, -1):
+        mantissa = 2 * mantissa + (limbs[at // 32] >> (at % 32) & 1)
+    # The leading bit of a normal number adds one to the exponent.
+    bits = (max(highest + _LOWEST + 1022, np.int64(0)) << 52) + mantissa
+    half, rest = limbs[(lowest - 1) // 32] >> ((lowest - 1) % 32) & 1, False
+    for at in range(lowest - 1):
+        rest = rest or limbs[at // 32] >> (at % 32) & 1 != 0
+    if not halfway:
+        bits |= np.int64(half != 0 or rest)
+    elif half and (rest or mantissa & 1):
+        bits += 1
+    return -_of_bits(bits) if negative else _of_bits(bits)
+
+
+@linked
+def _like(sums, address, count):  # type: ignore[no-untyped-def]
+    return _numba.carray(_pointer(address), (count,), sums.dtype)
+
+
+@linked
+def _start(high, lost, first, size):  # type: ignore[no-untyped-def]
+    for i in range(size):
+        high[i], lost[i] = first[i], 0.0
+
+
+@linked
+def _add(high, lost, values, size):  # type: ignore[no-untyped-def]
+    """Add values; add the size of errors to `lost`."""
+    for i in range(size):
+        addend, before = np.float64(values[i]), high[i]
+        total = before + addend
+        part = total - before
+        lost[i] += abs((before - (total - part)) + (addend - part))
+        high[i] = total
+
+
+@linked
+def _add_to_pairs(high, low, lost, values, size):  # type: ignore[no-untyped-def]
+    """Add values to `high + low`; add the size of what that cannot keep to `lost`."""
+    for i in range(size):
+        addend, before, below = np.float64(values[i]), high[i], low[i]
+        total = before + addend
+        part = total - before
+        error = (before - (total - part)) + (addend - part)
+        rest = below + error
+        part = rest - below
+        lost[i] += abs((below - (rest - part)) + (error - part))
+        high[i], low[i] = total, rest
+
+
+@linked
+def _sum_of_column(column, count, limbs, wide):  # type: ignore[no-untyped-def]
+    """Return the sum of float64 values, see `_long_sum`; also of values that are not finite."""
+    special = 0.0
+    for index in range(count):
+        if not abs(column[index]) < np.inf:
+            special += column[index]
+    return _long_sum(column, count, limbs, wide) if special == 0.0 else special
+
+
+def exact(wide: bool) -> tuple[Any, Any]:
+    """Describe the kernel for float64 if `wide`, else for float32, see `images.image`.
+
+    Arguments: the address of the sums; of a table of the addresses of `ranks` buffers and of `scratch(ranks)`
+    words of memory; `ranks`; the number of values.
+    """
+    dtype = np.float64 if wide else np.float32
+    width = 8 if wide else 4
+
+    def add_exactly(target, table, ranks, count):  # type: ignore[no-untyped-def]
+        addresses = _numba.carray(_pointer(table), (ranks + 1,), np.int64)
+        memory = addresses[ranks]
+        high = _numba.carray(_pointer(memory), (LANES,), np.float64)
+        low = _numba.carray(_pointer(memory + 8 * LANES), (LANES,), np.float64)
+        lost = _numba.carray(_pointer(memory + 16 * LANES), (LANES,), np.float64)
+        limbs = _numba.carray(_pointer(memory + 24 * LANES), (_LIMBS,), np.int64)
+        column = _numba.carray(_pointer(memory + 24 * LANES + 8 * _LIMBS), (ranks,), np.float64)
+        sums = _numba.carray(_pointer(target), (count,), dtype)
+        for begin in range(0, count, LANES):
+            size, at = min(np.int64(LANES), count - begin), begin * width
+            _start(high, lost, _like(sums, addresses[0] + at, size), size)
+            for rank in range(1, ranks):
+                _add(high, lost, _like(sums, addresses[rank] + at, size), size)
+            worst = 0.0
+            for i in range(size):
+                worst += lost[i]
+            if worst == 0.0:
+                for i in range(size):
+                    sums[begin + i] = high[i]
+                continue
+            _start(high, lost, _like(sums, addresses[0] + at, size), size)
+            for i in range(size):
+                low[i] = 0.0
+            for rank in range(1, ranks):
+                _add_to_pairs(high, low, lost, _like(sums, addresses[rank] + at, size), size)
+            for i in range(size):
+                if lost[i] == 0.0:
+                    total = high[i] if low[i] == 0.0 else high[i] + low[i] if wide else _odd(high[i], low[i])
+                else:
+                    for rank in range(ranks):
+                        column[rank] = _like(sums, addresses[rank] + at, size)[i]
+                    total = _sum_of_column(column, ranks, limbs, wide)
+                sums[begin + i] = total
+
+    return _types.void(*[_types.int64] * 4), add_exactly
+
+
+def scratch(ranks: int) -> int:
+    """Return the words of memory that `exact` needs."""
+    return 3 * LANES + _LIMBS + ranks

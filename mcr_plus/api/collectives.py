@@ -48,7 +48,7 @@ import torch
 
 from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, Unpack
 from mcr_plus.communicator.communicator import Communicator, P2POp
-from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.core.kinds import ReduceOp, Sums
 from mcr_plus.core.work import Work
 from mcr_plus.job.init import member_of as _of
 from mcr_plus.job.process import job
@@ -66,6 +66,7 @@ def all_reduce(
     backend: str | None = None,
     compress: Compress = None,
     tag: str | None = None,
+    sums: Sums | None = None,
 ) -> Work | None:
     """Reduce `tensor` over the ranks of the group, in place; all ranks get the same bits.
 
@@ -93,7 +94,7 @@ def all_reduce(
     """
     # `_of(None)` without a call, because this is the most frequent operation.
     comm = (job.communicator or _of(None)) if group is None else _of(group)
-    return comm.all_reduce(tensor, op, async_op, backend=backend, compress=compress, tag=tag)
+    return comm.all_reduce(tensor, op, async_op, backend=backend, compress=compress, tag=tag, sums=sums)
 
 
 def broadcast(

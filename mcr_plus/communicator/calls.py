@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 import torch
 
 from mcr_plus.communicator.tensors import as_tensor
-from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, Kind, ReduceOp, dtype_name
+from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, SUMS, Kind, ReduceOp, dtype_name
 from mcr_plus.core.units import whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument, unknown
 
@@ -37,11 +37,13 @@ class CallOptions(TypedDict, total=False):
     backend: the name of the library that runs the operation; None lets the select stage choose.
     compress: a codec's name, a mapping with `codec` and its options, False, or None: the pipeline decides.
     tag: a freely chosen name, matched by rules and shown in logs.
+    sums: of operations that add: "fast", "fixed", "exact", or None: the configuration decides.
     """
 
     backend: str | None
     compress: Compress
     tag: str | None
+    sums: Literal["fast", "fixed", "exact"] | None
 
 
 class MessageOptions(TypedDict, total=False):
@@ -307,6 +309,8 @@ def check_options(kind: Kind, op: object, options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and not isinstance(value, str):
             raise InvalidArgument(f"{name}: expected a string or None, got {value!r}")
+    if (sums := options.get("sums")) not in (None, *SUMS):
+        raise InvalidArgument(f"sums: {unknown('order of additions', sums, SUMS)}")
     compress = options.get("compress")
     if not (compress is None or compress is False or isinstance(compress, (str, Mapping))):
         raise InvalidArgument(

@@ -19,7 +19,7 @@ from mcr_plus.communicator.successors import Succession
 from mcr_plus.config.names import stored_backend
 from mcr_plus.core.foreign_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.group import Group
-from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, REDUCING, ReduceOp, check_reducible
+from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, REDUCING, ReduceOp, Sums, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
@@ -332,7 +332,7 @@ class Communicator(Operations):
         dtype, device = (None, "cpu") if like is None else (like.dtype, like.device.type)
         key = (
             call.kind, dtype, tuple(call.shape), call.numel, device, call.reduce_op, call.root, async_op,
-            backend, codec, tag, call.parts, call.key, call.called, call.counts_agreed,
+            backend, codec, tag, call.parts, call.key, call.called, call.counts_agreed, options.get("sums"),
         )  # fmt: skip
         try:
             plan = self._plans.get(key)
@@ -348,6 +348,7 @@ class Communicator(Operations):
                 async_op, None, call.parts, call.key, None, call.called, call.counts_agreed,
                 None if call.root is None else self.ranks[call.root],
             )  # fmt: skip
+            signature = signature.replace(sums=sums_of(signature, options.get("sums"), self.config))
             plan = self._chain(signature)
             for bound in self.hooks.bound:
                 plan = replace(plan, issue=bound(self._group, plan.issue))
@@ -377,6 +378,28 @@ class Communicator(Operations):
 
 
 name_others(Communicator, OF_COMMUNICATORS)
+
+
+def sums_of(signature: Signature, named: Sums | None, config: Config) -> Sums | None:
+    """Return `Signature.sums` of an operation; `named`: by the call.
+
+    Raises `InvalidArgument` if the call asks for what the operation does not have.
+    """
+    op, dtype = signature.reduce_op, signature.dtype
+    if (
+        op not in ("SUM", "AVG", "PRODUCT")
+        or dtype is None
+        or not (dtype.is_floating_point or dtype.is_complex)
+    ):
+        return None  # the order does not matter
+    sums = named or config.sums_for(signature)
+    if sums == "exact" and (op == "PRODUCT" or dtype.is_complex):
+        if named is not None:
+            raise InvalidArgument(
+                f"sums: exact is for SUM and AVG of real numbers, got {signature.describe()}"
+            )
+        sums = "fixed"
+    return None if sums == "fast" else sums
 
 
 def _check_valid(signature: Signature, group: Group) -> None:

@@ -17,7 +17,7 @@ from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, T
 from mcr_plus.communicator.fast_calls import native_run
 from mcr_plus.communicator.prepared import Prepared, repeated
 from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor
-from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.core.kinds import ReduceOp, Sums
 from mcr_plus.core.work import Work
 from mcr_plus.engine.group_runtime import SIGNATURES
 from mcr_plus.errors import InvalidArgument
@@ -66,18 +66,19 @@ class Operations(ABC):
         backend: str | None = None,
         compress: Compress = None,
         tag: str | None = None,
+        sums: Sums | None = None,
     ) -> Work | None:
         """Reduce `tensor` over all ranks, in place. See `mcr.all_reduce`."""
         # An inlined copy of `_call`, because this is the most frequent operation.
         if self._fast is not None:
-            work = self._fast("all_reduce", tensor, op, async_op, backend, compress, tag)
+            work = self._fast("all_reduce", tensor, op, async_op, backend, compress, tag, sums)
             if work is not NotImplemented:
                 return work  # type: ignore[no-any-return]
         key: tuple[Any, ...] | None = None
         try:
             key = (
                 tensor.dtype, tensor.shape, tensor.is_cpu or tensor.device, tensor.is_contiguous(), op,
-                async_op, backend, compress, tag, tensor.requires_grad, tensor.is_neg(),
+                async_op, backend, compress, tag, sums, tensor.requires_grad, tensor.is_neg(),
             )  # fmt: skip
             run = self._plans[key]
         except KeyError:
@@ -86,8 +87,8 @@ class Operations(ABC):
             key = None
         else:
             return run(tensor)  # type: ignore[no-any-return]
-        options: CallOptions = {"backend": backend, "compress": compress, "tag": tag}
-        rest = (op, async_op, backend, compress, tag)
+        options: CallOptions = {"backend": backend, "compress": compress, "tag": tag, "sums": sums}
+        rest = (op, async_op, backend, compress, tag, sums)
         return _issued(self._learned("all_reduce", (tensor,), (op,), async_op, options, key, rest), async_op)
 
     def broadcast(

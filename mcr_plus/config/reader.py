@@ -59,6 +59,7 @@ from mcr_plus.config.schema import (
     AlgorithmsRef,
     Config,
     Match,
+    Numerics,
     Override,
     Rule,
     StageSpec,
@@ -67,6 +68,7 @@ from mcr_plus.config.schema import (
     without_steps,
 )
 from mcr_plus.core import environment
+from mcr_plus.core.kinds import Sums
 from mcr_plus.errors import InvalidArgument, short, unknown
 
 
@@ -120,6 +122,8 @@ def _dump(config: Config, write: Callable[[BaseModel], dict[str, Any]]) -> dict[
         data["backends"] = list(config.backends)
     if config.algorithms:
         data["algorithms"] = [files.text for files in config.algorithms]
+    if config.numerics != Numerics():
+        data["numerics"] = write(config.numerics)
     data["pipeline"] = [{s.name: write(s.options)} for s in config.pipeline]
     data["rules"] = [_dump_rule(rule, write) for rule in config.rules]
     return data
@@ -131,6 +135,8 @@ def _dump_rule(rule: Rule, write: Callable[[BaseModel], dict[str, Any]]) -> dict
     }
     if rule.backend is not None:
         data["backend"] = rule.backend
+    if rule.sums is not None:
+        data["sums"] = rule.sums
     for override in rule.overrides:
         options = write(override.options)
         data[override.stage] = {key: options[key] for key in override.named}
@@ -142,7 +148,7 @@ def _config(document: Document) -> Config:
         what = "this is a tuning table; expected a configuration, which names it by `select: {table: FILE}`"
         raise document.error((), what)
     mistakes = Mistakes()
-    known = ("version", "backends", "algorithms", "pipeline", "rules", "observe")
+    known = ("version", "backends", "algorithms", "numerics", "pipeline", "rules", "observe")
     mistakes.collect(lambda: check_keys(document, (), known), None)
     mistakes.collect(lambda: _check_version(document), None)
     backends = mistakes.collect(lambda: read_backends(document), None)
@@ -155,7 +161,8 @@ def _config(document: Document) -> Config:
     rules = _rules(document, pipeline, sound, backends, mistakes)
     algorithms = mistakes.collect(lambda: _algorithms(document), ())
     observe = mistakes.collect(partial(_observe, document), None) or default_observe()
-    config = Config(1, backends, pipeline, rules, algorithms, document.name, observe)
+    numerics = mistakes.collect(partial(_numerics, document), Numerics())
+    config = Config(1, backends, pipeline, rules, algorithms, document.name, observe, numerics)
     if len(mistakes):  # files are normally read later, but not after this error: report their mistakes now
         for ref in config.tables:
             mistakes.collect(ref.digest, None)
@@ -163,6 +170,15 @@ def _config(document: Document) -> Config:
             mistakes.collect(files.digests, None)
     mistakes.raise_all()
     return config
+
+
+def _numerics(document: Document) -> Numerics:
+    keys = ("numerics",)
+    return (
+        validate(Numerics, mapping_at(document, keys), document, keys)
+        if "numerics" in document.data
+        else Numerics()
+    )
 
 
 def is_table(document: Document) -> bool:
@@ -331,13 +347,17 @@ def _rule(
     if data.get("backend") is not None:
         at = (*keys, "backend")
         backend = mistakes.collect(lambda: _rule_backend(document, at, data["backend"], backends), None)
+    sums: Sums | None = None
+    if data.get("sums") is not None:
+        read_sums = partial(validate, Numerics, {"sums": data["sums"]}, document, keys)
+        sums = mistakes.collect(read_sums, Numerics()).sums
     overrides = []
     for spec in pipeline if sound else _assumed(pipeline, data):
         if spec.name in data:
             read = partial(_override, spec, document, (*keys, spec.name), pipeline, backends)
             overrides.append(mistakes.collect(read, Override(spec.name, spec.options, ())))
     place = f"{document.place(keys)}: {path_text(keys)}"
-    return Rule(match, backend, tuple(overrides), place)
+    return Rule(match, backend, sums, tuple(overrides), place)
 
 
 def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
@@ -376,11 +396,13 @@ def _check_rule_keys(document: Document, keys: Keys, pipeline: tuple[StageSpec, 
     if outside and "match" not in data:
         inside = ", ".join(f"{key}: {data[key]}" for key in outside)
         raise document.error(keys, f"{outside[0]} is outside of match; expected match: {{{inside}}}")
-    check_keys(document, keys, ("match", "backend", *here))
+    check_keys(document, keys, ("match", "backend", "sums", *here))
     if "match" not in data:
         raise document.error(keys, "no match; expected a mapping `match` that selects operations")
-    if data.get("backend") is None and not any(data.get(name) for name in here):
-        raise document.error(keys, f"changes nothing; expected at least one of backend, {', '.join(here)}")
+    if not any(data.get(name) for name in ("backend", "sums", *here)):
+        raise document.error(
+            keys, f"changes nothing; expected at least one of backend, sums, {', '.join(here)}"
+        )
 
 
 def _rule_backend(document: Document, keys: Keys, text: object, backends: tuple[str, ...] | None) -> str:

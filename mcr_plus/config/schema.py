@@ -37,7 +37,8 @@ from mcr_plus.config.options import (
     problem,
     stage_options,
 )
-from mcr_plus.core.kinds import ALIASES, KINDS
+from mcr_plus.core.kinds import ALIASES, KINDS, Sums, dtype_name
+from mcr_plus.core.message import Signature
 from mcr_plus.core.units import Range, format_size, format_span, parse_count, parse_range
 from mcr_plus.errors import ConfigError, short, unknown
 
@@ -213,12 +214,19 @@ class Rule:
 
     match: Match
     backend: str | None = None
+    sums: Sums | None = None
     overrides: tuple[Override, ...] = ()
     place: str = field(default=NO_FILE, compare=False)
 
     def options(self, stage: str) -> BaseModel | None:
         """Return the options of a stage under this rule; None if the rule does not change the stage."""
         return next((o.options for o in self.overrides if o.stage == stage), None)
+
+
+class Numerics(StageOptions):
+    """Options under `numerics:`. `sums`: order of additions in reductions, see `core.kinds.Sums`."""
+
+    sums: Sums = "fast"
 
 
 _DEFAULT: Final = "the default pipeline"
@@ -260,6 +268,7 @@ class Config:
     algorithms: tuple[AlgorithmsRef, ...] = ()
     name: str = field(default=NO_FILE, compare=False)
     observe: BaseModel | None = field(default_factory=default_observe)
+    numerics: Numerics = Numerics()
 
     def rule_for(
         self,
@@ -279,6 +288,12 @@ class Config:
             if rule.match.covers(kind, nbytes, dtype, tag, param, ranks):
                 return rule
         return None
+
+    def sums_for(self, signature: Signature) -> Sums:
+        """Return the order of additions in an operation that does not name it."""
+        dtype = dtype_name(signature.dtype)
+        rule = self.rule_for(signature.kind, signature.nbytes, dtype, signature.tag, ranks=signature.ranks)
+        return self.numerics.sums if rule is None or rule.sums is None else rule.sums
 
     def options(self, stage: str, rule: Rule | None = None) -> BaseModel | None:
         """Return the options of a stage under `rule`; None if the stage is not in the pipeline."""

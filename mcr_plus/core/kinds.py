@@ -30,6 +30,9 @@ Kind = Literal[
     "barrier",
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+Sums = Literal["fast", "fixed", "exact"]
+"""Order of additions: any; a tree over the ranks, the same for every element; or none, rounded once."""
+SUMS: Final[tuple[Sums, ...]] = get_args(Sums)
 
 
 def _one(ranks: int) -> float:  # noqa: ARG001

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict, cast
 
 import torch
 
-from mcr_plus.core.kinds import MESSAGES, VECTOR, Kind, ReduceOp, dtype_name
+from mcr_plus.core.kinds import MESSAGES, VECTOR, Kind, ReduceOp, Sums, dtype_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -67,7 +67,8 @@ class Signature(NamedTuple):
     `encoding` names the codec and options of values that are already encoded. `call` describes the call from
     which a stage derived this operation: ranks compare their programs' calls, because, for example, a sum and
     a mean of encoded values are the same on the wire. `counts_agreed`: counts of a vector collective follow
-    from `call`: ranks have compared them already and do not compare them in every call.
+    from `call`: ranks have compared them already and do not compare them in every call. `sums`: the order of
+    additions; None if it is the library's, or does not matter.
     """
 
     kind: Kind
@@ -90,6 +91,7 @@ class Signature(NamedTuple):
     call: str | None = None
     counts_agreed: bool = False
     root_in_job: int | None = None
+    sums: Sums | None = None
 
     def replace(self, **changes: object) -> Self:
         """Return the signature with some fields changed; stages describe their operations this way."""
@@ -119,7 +121,7 @@ class Signature(NamedTuple):
             parts.append(f"{dtype_name(self.dtype)}[{'*,' * (self.kind in VECTOR)}{dims}]".replace(",]", "]"))
         if self.root is not None:
             parts.append(f"root={self.root if self.root_in_job is None else self.root_in_job}")
-        for name in ("tag", "key", "encoding", "backend", "algorithm", "compress"):
+        for name in ("tag", "key", "encoding", "backend", "algorithm", "compress", "sums"):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name}={value}")

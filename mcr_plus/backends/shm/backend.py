@@ -18,7 +18,7 @@ from mcr_plus.backends.shm.collectives import (
     unreadable,
 )
 from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
-from mcr_plus.backends.shm.reductions import ReduceKernels, kernels_for
+from mcr_plus.backends.shm.reductions import ReduceKernels, SumTable, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
 from mcr_plus.core.environment import package_version
 from mcr_plus.core.kinds import IN_PLACE, KINDS, MESSAGES, REDUCING, VECTOR, Kind, collective
@@ -251,6 +251,7 @@ class SharedMemoryChannel(Channel):
         self._yields = _YIELDS if world.oversubscribed else 0
         self._collectives = DirectCollectives(segment, spins=_SPINS, yields=self._yields)
         self._unreadable_since = 0.0
+        self._tables = list[SumTable]()
         self._p2p: PointToPoint | None = None  # until the first message is bound
 
     def bind(self, signature: Signature) -> Start:
@@ -323,8 +324,18 @@ class SharedMemoryChannel(Channel):
             width,
             kernels,
             signature.root or 0,
-            tag=signature.digest(),
+            signature.digest(),
+            self._sums(signature),
         )
+
+    def _sums(self, signature: Signature) -> SumTable | None:
+        """Return the reduction of an operation with `sums`; it lives as long as the channel."""
+        if signature.sums is None:
+            return None
+        assert signature.dtype is not None
+        assert signature.reduce_op is not None
+        self._tables.append(SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks))
+        return self._tables[-1]
 
     def run_by(self, signature: Signature, state: Any, begin: Begin, advance: Advance) -> Run:
         """Return the start of operations of a state; the work queue calls `begin` and `advance` in order."""
@@ -376,7 +387,9 @@ class SharedMemoryChannel(Channel):
 
     def _bind_uneven(self, signature: Signature, width: int, kernels: ReduceKernels) -> Start:
         tag, async_op = signature.digest(), signature.async_op
-        pattern = self._collectives.bind(_KERNELS[signature.kind], 0, width, kernels, tag=tag)
+        pattern = self._collectives.bind(
+            _KERNELS[signature.kind], 0, width, kernels, tag=tag, sums=self._sums(signature)
+        )
         parts = kernels.parts
         group, queue, of_sizes = self._group, self._queue, self._collectives.of_sizes
         move = begin_and_advance()

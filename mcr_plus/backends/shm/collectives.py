@@ -29,7 +29,7 @@ from mcr_plus.backends.shm.collectives_state import (
     SHARE,
     UNEVEN,
 )
-from mcr_plus.backends.shm.reductions import ReduceKernels
+from mcr_plus.backends.shm.reductions import ReduceKernels, SumTable
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.kernels.images import c_kernel, has_image, image
@@ -96,6 +96,7 @@ class DirectCollectives:
         kernels: ReduceKernels = _NOTHING,
         root: int = 0,
         tag: int = 0,
+        sums: SumTable | None = None,
     ) -> Any:
         """Return the state of an operation, for `begin`, and for `advance` until that returns 1.
 
@@ -103,7 +104,8 @@ class DirectCollectives:
         its block of the target. `count` elements of `width` bytes are the whole buffer of all_reduce, reduce
         and broadcast, and one rank's block of other operations. broadcast reads the root's `source` and does
         not write the root's target. A state may be used again when the operation is done. Ranks with
-        different `tag`s wait for each other forever.
+        different `tag`s wait for each other forever. `sums` reduces in place of `kernels`, which only divide
+        then; it must live as long as the state.
 
         For EXCHANGE, SHARE and REDUCE_SCATTER_V the state is a pattern, from which `of_sizes` makes states.
         """
@@ -153,6 +155,8 @@ class DirectCollectives:
             words.BELLS: self._segment.bells,
             words.PROCESS: os.getpid(),  # the one that peers have probed, unless it was forked
             words.BOUNCE: self._bounce.ctypes.data,
+            words.SUMS: 0 if sums is None else sums.function,
+            words.TABLE: 0 if sums is None else sums.words.ctypes.data,
         }
         for word, value in settings.items():
             state[word] = value
@@ -161,7 +165,7 @@ class DirectCollectives:
 
     def _choose(self, state: Any, kind: int, nbytes: int) -> None:
         """Set how operations choose the way in which this rank hands its data to its peers."""
-        may_share = kind in _IN_PLACE and bool(self._segment.probe)
+        may_share = kind in _IN_PLACE and bool(self._segment.probe) and not state[words.SUMS]
         if self._way is not None:
             state[words.FIRST] = self._way
         elif kind in _TRIED and nbytes >= _TRIED_FROM:

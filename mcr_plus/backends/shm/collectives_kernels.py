@@ -85,6 +85,8 @@ from mcr_plus.backends.shm.collectives_state import (
     SOURCE,
     SPINS,
     STREAMS,
+    SUMS,
+    TABLE,
     TAKEN,
     TAKEN_AT,
     TARGET,
@@ -213,6 +215,15 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _sum_all(state, result, own, elements):  # type: ignore[no-untyped-def]
+    """Reduce this rank's values at `own`, and those of peers, whose addresses are in the table."""
+    store_release(state[TABLE] + 8 * state[RANK], own)
+    call(state[SUMS], result, state[TABLE], state[RANKS], elements)
+    if state[DIVIDE]:
+        call(state[DIVIDE], result, result, state[RANKS], elements)
+
+
+@linked
 def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     combine, divide = state[COMBINE], state[DIVIDE]
@@ -225,8 +236,14 @@ def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
         if rank != me:
             slot = slot_of(state, rank, index)
             at = slot + state[HEADER] + load_acquire(slot + 8 * (1 + ranks)) + me * state[SLICE] * width
+            if state[SUMS]:
+                store_release(state[TABLE] + 8 * rank, at)
+                continue
             call(combine, result, left, at, elements)
             left = result
+    if state[SUMS]:
+        _sum_all(state, result, left, elements)
+        return
     if divide:
         call(divide, result, result, ranks, elements)
 
@@ -279,6 +296,11 @@ def _put(state, index):  # type: ignore[no-untyped-def]
 def _reduce_parts(state, index, result, left, at, skip, elements):  # type: ignore[no-untyped-def]
     """Combine `left` with the parts of peers: at `at` in slots, at `skip` in sources that are exposed."""
     combine, divide, width = state[COMBINE], state[DIVIDE], state[WIDTH]
+    if state[SUMS]:  # then nothing is exposed
+        for rank in range(state[RANKS]):
+            store_release(state[TABLE] + 8 * rank, slot_of(state, rank, index) + at)
+        _sum_all(state, result, left, elements)
+        return True
     step = CHUNK // width
     streams = state[WAY] == PAST_CACHES and state[KIND] in (ALL_REDUCE, REDUCE)  # to a slot
     for low in range(0, elements, step):
@@ -314,6 +336,10 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
     elements = min(state[SLICE], state[COUNT] - first)
     if kind == ALL_REDUCE_WHOLE:
         target = state[TARGET] + first * width
+        if state[SUMS]:
+            return _reduce_parts(
+                state, index, target, slot_of(state, me, index), np.int64(0), np.int64(0), elements
+            )
         call(combine, target, slot_of(state, 0, index), slot_of(state, 1, index), elements)
         for rank in range(2, ranks):
             call(combine, target, target, slot_of(state, rank, index), elements)

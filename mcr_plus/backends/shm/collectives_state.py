@@ -60,7 +60,9 @@ TRIALS: Final = 36  # address of the times of each way for this size; 0 for `FIR
 BEGAN: Final = 37  # time at which a trial began, or 0
 STRIDE: Final = 38  # bytes from one place in a slot to the next
 PLACES: Final = 39  # places in a slot, which slices use in turn; at least 1
-WORDS: Final = 40  # for uneven sizes, followed by elements for and from each rank
+SUMS: Final = 40  # address of the function that reduces all ranks' buffers at once, see `SumTable`; or 0
+TABLE: Final = 41  # address of its table
+WORDS: Final = 42  # for uneven sizes, followed by elements for and from each rank
 
 COPIED: Final = 0  # into a slot
 PAST_CACHES: Final = 1  # into a slot: faster where the caches of peers are far away

@@ -20,12 +20,13 @@ from typing import Any, Final, NamedTuple
 
 import numba
 import numba.extending
+import numpy as np
 import torch
 from llvmlite import ir
 from numba.core.errors import TypingError
 
-from mcr_plus.backends.shm.atomics import call
-from mcr_plus.backends.shm.reductions import DTYPES
+from mcr_plus.backends.shm.atomics import call, copy, load_acquire, store_release
+from mcr_plus.backends.shm.reductions import DTYPES, LEVELS, PIECE
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.kernels.cpu import compiled
 
@@ -251,6 +252,24 @@ def _multiply(typing_context, dtype, target, left, right):  # type: ignore[no-un
     return _types.void(dtype, _types.int64, _types.int64, _types.int64), generate
 
 
+@_numba.extending.intrinsic(prefer_literal=True)
+def _resize(typing_context, dtype, narrows, lanes, target, source):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Widen `lanes` values to float32, or narrow them; the first three arguments are constants."""
+    form, count = _FORMATS[DTYPES[dtype.literal_value]], lanes.literal_value
+    kinds = (form.stored, 2), (_FLOAT, 4)
+    (of, size), (to, room) = kinds[::-1] if narrows.literal_value else kinds
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        stored, made = (
+            builder.inttoptr(at, _spread(kind, count).as_pointer())
+            for kind, at in ((of, args[4]), (to, args[3]))
+        )
+        change = _narrowed if narrows.literal_value else _widened
+        builder.store(change(builder, form, count, builder.load(stored, align=size)), made, align=room)
+
+    return _types.void(dtype, narrows, lanes, _types.int64, _types.int64), generate
+
+
 def _width(element: Any) -> int:
     return {_DOUBLE: 8, _FLOAT: 4}.get(element) or element.width // 8
 
@@ -293,6 +312,65 @@ def kernel(dtype: torch.dtype, op: str) -> tuple[Any, Any]:
             _divide(code, 1, target + index * size, right)
 
     return _described(divide if op == "DIVIDE" else combine)
+
+
+def resizing(dtype: torch.dtype, narrows: int) -> tuple[Any, Any]:
+    """Describe a function that widens values of a half type to float32, or narrows them.
+
+    Its arguments are the addresses of target and source, the number of values, and 0.
+    """
+    code, _, lanes = _steps(dtype)
+    to, of = (2, 4) if narrows else (4, 2)
+
+    def resize(target, source, count, unused):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        whole = count // lanes
+        for block in range(whole):
+            _resize(code, narrows, lanes, target + block * lanes * to, source + block * lanes * of)
+        for index in range(whole * lanes, count):
+            _resize(code, narrows, 1, target + index * to, source + index * of)
+
+    return _described(resize)
+
+
+def tree() -> tuple[Any, Any]:
+    """Describe the reduction of buffers by a binary tree over the ranks, the same for every element.
+
+    The leaves are the ranks in order; ranks 2^k·i to 2^k·(i+1) - 1 have a common ancestor below those of more,
+    and a rest is combined from the right. Arguments: target, table (see `reductions.SumTable`), ranks, count.
+    """
+
+    def reduce_by_tree(target, table, ranks, count):  # type: ignore[no-untyped-def]
+        after = table + 8 * ranks
+        memory, combine, width = load_acquire(after), load_acquire(after + 8), load_acquire(after + 16)
+        widen, narrow = load_acquire(after + 24), load_acquire(after + 32)
+        if ranks == 2 and not widen:
+            call(combine, target, load_acquire(table), load_acquire(table + 8), count)
+            return
+        buffers, step = memory + 8 * LEVELS, PIECE // (4 if widen else width)
+        for begin in range(0, count, step):
+            size, top = min(step, count - begin), np.int64(0)
+            for rank in range(ranks):
+                value = load_acquire(table + 8 * rank) + begin * width
+                if widen:
+                    call(widen, buffers + top * PIECE, value, size, np.int64(0))
+                    value = buffers + top * PIECE
+                left = rank + 1
+                while top > 0 and (
+                    left % 2 == 0 or rank == ranks - 1
+                ):  # the last rank combines the rest, too
+                    top -= 1
+                    left //= 2
+                    into = buffers + top * PIECE
+                    call(combine, into, load_acquire(memory + 8 * top), value, size)
+                    value = into
+                store_release(memory + 8 * top, value)
+                top += 1
+            if widen:
+                call(narrow, target + begin * width, value, size, np.int64(0))
+            else:
+                copy(target + begin * width, value, size * width)
+
+    return _described(reduce_by_tree)
 
 
 def mpi_function(dtype: torch.dtype, op: ReduceOp) -> tuple[Any, Any]:

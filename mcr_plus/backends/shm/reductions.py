@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from mcr_plus.core.kinds import ReduceOp, dtype_name
@@ -93,6 +94,38 @@ def keys_for(dtype: torch.dtype, op: ReduceOp) -> Keys:
     """Return the functions for MIN or MAX of a floating-point dtype."""
     key = torch.int64 if dtype is torch.float64 else torch.int32
     return Keys(_address("conversion", dtype, op), _address("conversion", dtype, "VALUE"), key)
+
+
+LEVELS: Final = 14
+"""Buffers of a tree over up to 8,192 ranks."""
+PIECE: Final = 8 << 10
+"""Bytes of a buffer of a tree."""
+
+
+class SumTable:
+    """A reduction of the buffers of all ranks by one function, in a given order or exactly.
+
+    Attributes:
+        function: address of `void(int64 target, int64 table, int64 ranks, int64 count)`.
+        words: the table: addresses of the ranks' buffers, to be set; memory; what the function calls.
+    """
+
+    def __init__(self, sums: str, dtype: torch.dtype, op: ReduceOp, ranks: int) -> None:
+        half = dtype in (torch.float16, torch.bfloat16)
+        kernels = kernels_for(torch.float32 if half else dtype, op)
+        if sums == "exact":
+            from mcr_plus.reproducible.exact_kernels import scratch
+
+            name, words = "mcr_plus.reproducible.exact_kernels", scratch(ranks)
+            self.function = c_kernel(name, "exact", dtype in (torch.float64, torch.complex128)).address
+        else:
+            self.function, words = _address("tree"), LEVELS * (1 + PIECE // 8)
+        self._memory = np.empty(words, np.int64)
+        resize = [_address("resizing", dtype, narrows) if half else 0 for narrows in (0, 1)]
+        width = dtype.itemsize // kernels.parts
+        self.words: Any = np.array(
+            [*[0] * ranks, self._memory.ctypes.data, kernels.combine, width, *resize], np.int64
+        )
 
 
 def _address(name: str, *arguments: Any) -> int:

@@ -298,6 +298,7 @@ class Backend(ABC):
         spins: number of polls at full speed before a waiting rank yields.
         host_driven: operations advance only while they are polled, so a waiting rank continues to poll
             instead of sleeping.
+        adds_in_order: whether it has reductions with `Signature.sums`; others are composed (`OrderedSum`).
         rings: the backend itself rings the bells of `World` when a poll has made progress for which a peer
             may wait.
         keeps_apart: the library never matches operations of different signatures, in whatever order ranks
@@ -316,6 +317,7 @@ class Backend(ABC):
     spins: int
     host_driven: ClassVar[bool] = False
     rings: ClassVar[bool] = False
+    adds_in_order: ClassVar[bool] = False
     keeps_apart: ClassVar[bool] = False
     shares_connections: ClassVar[bool] = False
     stops_as_whole: ClassVar[bool] = False

@@ -28,6 +28,7 @@ from mcr_plus.errors import InvalidArgument, Revoked, Unsupported, is_normal_end
 from mcr_plus.pipeline.pipeline import BoundChain, Pipeline
 
 if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
     from mcr_plus.communicator.job import RunningJob
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.communicator.persistent import PersistentOp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +12,7 @@ from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Support
 from mcr_plus.config.names import names_no_algorithm
+from mcr_plus.core.buffers import Pool
 from mcr_plus.core.kinds import REDUCING, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import size_words
@@ -77,6 +78,7 @@ class SelectStage(Stage):
         hosts = Counter(context.world.hosts[rank] for rank in context.group.ranks)
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
         self._refinement: Refinement | None = None
+        self._pool = Pool()
         if options.online:
             from mcr_plus.selection.online import Refinement  # imported here: most jobs do not refine
 
@@ -87,6 +89,10 @@ class SelectStage(Stage):
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
         choice, why, rule = self._choose(signature)
+        if signature.sums is not None and choice != "local":
+            choice = choice.partition(":")[0]  # an algorithm adds in an order of its own
+            if not self._context.backends[choice].adds_in_order:
+                return self._in_order(signature, choice, next)
         chosen = _by(choice, signature)
         support = self._context.backends[chosen.backend or ""].supports(chosen)
         how = "" if support.level == "native" else f", emulated: {support.how}"
@@ -102,6 +108,13 @@ class SelectStage(Stage):
             place=lambda name, wanted: next(_by(name, wanted)),
             prefer=lambda wanted: self._preferred(wanted)[0],
         )
+
+    def _in_order(self, signature: Signature, choice: str, next: Next) -> Issue:
+        from mcr_plus.reproducible.steps import OrderedSum  # imported here: most jobs have no `sums`
+
+        steps = OrderedSum(signature, self._context.group.rank, self._pool, partial(self.bind, next=next))
+        next.note(f"sums: {signature.sums}: {choice} has an order of its own: {steps.description}")
+        return Issue(steps.start)
 
     @classmethod
     def finish(cls, stages: Sequence[SelectStage]) -> None:
@@ -219,7 +232,7 @@ class SelectStage(Stage):
 
     def _rivals(self, chosen: str, signature: Signature) -> list[str]:
         """Return the rivals that online refinement compares with the choice; empty without refinement."""
-        if self._refinement is None or not self._refinement.tunes(signature):
+        if self._refinement is None or signature.sums is not None or not self._refinement.tunes(signature):
             return []
         known = self._context.backends
         measured = self._costs.choices(self._query(signature)) if self._costs is not None else []

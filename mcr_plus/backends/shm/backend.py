@@ -77,6 +77,7 @@ class MscclBackend(Backend):
     host_driven = True
     keeps_apart = True  # every slot has the tag of its operation
     rings = True
+    adds_in_order = True
     spins = 40  # a poll may take 5 µs; the engine checks for other work after the last one
     preference = Preference(cpu=1)
 

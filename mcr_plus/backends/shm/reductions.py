@@ -6,6 +6,7 @@ that functions that move data are compiled only once for all dtypes.
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -96,6 +97,7 @@ def keys_for(dtype: torch.dtype, op: ReduceOp) -> Keys:
     return Keys(_address("conversion", dtype, op), _address("conversion", dtype, "VALUE"), key)
 
 
+_KERNEL: Final = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 LEVELS: Final = 14
 """Buffers of a tree over up to 8,192 ranks."""
 PIECE: Final = 8 << 10
@@ -126,6 +128,17 @@ class SumTable:
         self.words: Any = np.array(
             [*[0] * ranks, self._memory.ctypes.data, kernels.combine, width, *resize], np.int64
         )
+        self._ranks, self._per_element = ranks, kernels.parts
+        self._divide = kernels_for(dtype, op).divide
+
+    def reduce(self, parts: torch.Tensor, out: torch.Tensor) -> None:
+        """Reduce `parts` of all ranks, one after the other, into `out`: both flat and contiguous."""
+        for rank, part in enumerate(parts.view(self._ranks, -1)):
+            self.words[rank] = part.data_ptr()
+        count = out.numel() * self._per_element
+        _KERNEL(self.function)(out.data_ptr(), self.words.ctypes.data, self._ranks, count)
+        if self._divide:
+            _KERNEL(self._divide)(out.data_ptr(), out.data_ptr(), self._ranks, count)
 
 
 def _address(name: str, *arguments: Any) -> int:

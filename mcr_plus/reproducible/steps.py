@@ -1,0 +1,128 @@
+"""Reductions in a fixed order over libraries that have an order of their own.
+
+Each rank gets all ranks' values of one part, reduces them by our kernels, and sends the result back: as many
+bytes as by a ring. Small operations are gathered whole and reduced by every rank, in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.backends.shm.reductions import SumTable
+from mcr_plus.core.buffers import Pool
+from mcr_plus.core.kinds import VECTOR, Kind
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import JointWork, Work
+from mcr_plus.errors import Unsupported
+from mcr_plus.pipeline.stage import Issue
+
+SMALL: Final = 16 << 10
+"""Most bytes of an operation that is gathered whole: a step costs more than its bytes."""
+_OWN: Final = ("prepare", "after", "input_counts", "output_counts")
+
+
+class OrderedSum:
+    """An operation with `Signature.sums`, composed of others, which `bind` binds. `pool`: for its buffers."""
+
+    def __init__(
+        self, signature: Signature, rank: int, pool: Pool, bind: Callable[[Signature], Issue]
+    ) -> None:
+        assert signature.sums is not None
+        assert signature.dtype is not None
+        assert signature.reduce_op is not None
+        if signature.device != "cpu":
+            raise Unsupported(f"{signature.describe()}: `sums` is for tensors in host memory")
+        self._signature, self._rank, self._pool = signature, rank, pool
+        self._table = SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
+        ranks, numel = signature.ranks, (signature.nbytes or 0) // signature.dtype.itemsize
+        back: Kind = "gather" if signature.kind == "reduce" else "all_gather"
+        self._scatters = signature.kind.startswith("reduce_scatter")
+        self._is_small = not self._scatters and (signature.nbytes or 0) <= SMALL
+        self._chunk = numel if self._is_small else -(-numel // ranks)  # values that this rank reduces
+        out: Kind = "all_to_all_v" if signature.kind in VECTOR else back if self._is_small else "all_to_all"
+        steps = [out] if self._scatters or self._is_small else [out, back]
+        self._steps = [self._step(kind) for kind in steps]
+        self._issues = [bind(step) for step in self._steps]
+
+    @property
+    def description(self) -> str:
+        """Return the steps, for `explain`."""
+        how = {"fixed": "added by a tree over the ranks", "exact": "added exactly"}[str(self._signature.sums)]
+        return ", ".join([self._steps[0].kind, how, *(step.kind for step in self._steps[1:])])
+
+    def _step(self, kind: Kind) -> Signature:
+        signature = self._signature
+        assert signature.dtype is not None
+        numel = self._chunk * signature.ranks
+        shape = (numel,) if kind == "all_to_all" else () if kind in VECTOR else (self._chunk,)
+        nbytes = None if kind in VECTOR else numel * signature.dtype.itemsize
+        roots = {} if kind == "gather" else {"root": None, "root_in_job": None}
+        return signature.replace(
+            kind=kind, shape=shape, nbytes=nbytes, reduce_op=None, sums=None, compress=False, parts=None,
+            key=None, call=signature.as_call(), **roots,
+        )  # fmt: skip
+
+    def start(self, message: Message) -> Work:
+        """Issue the steps; return their handle."""
+        signature, ranks, chunk = self._signature, self._signature.ranks, self._chunk
+        lease = self._pool.lease(torch.device("cpu"))
+        extras: Any = {name: value for name, value in vars(message).items() if name not in _OWN}
+        given, counts = message.inputs[0].view(-1), message.input_counts
+        result = message.outputs[0].view(-1) if message.outputs else None
+        prepare, sizes = message.prepare, {}
+        if counts is not None:
+            chunk = counts[self._rank]
+            sizes = {"input_counts": counts, "output_counts": (chunk,) * ranks}
+        elif not self._is_small and given.numel() < chunk * ranks:
+            given, prepare = self._padded(message, lease.tensor(chunk * ranks, given.dtype))
+        dtype = given.dtype
+        receives = len(self._issues) == 2 or signature.root in (None, self._rank)
+        parts = (lease.tensor(chunk * ranks, dtype),) if receives else ()
+        first = Message(
+            self._steps[0], (given,), parts, **extras, **sizes, after=message.after, prepare=prepare
+        )
+        works = [self._issues[0].start(first)]
+        if len(self._issues) == 1:
+
+            def add() -> None:
+                if result is not None and receives:
+                    self._table.reduce(parts[0], result)
+
+            return works[0].then(lease.release_after(add))
+        total = lease.tensor(chunk, dtype)
+        ends = signature.root in (None, self._rank)
+        gathered = (
+            ()
+            if not ends
+            else (result,)
+            if result.numel() == chunk * ranks
+            else (lease.tensor(chunk * ranks, dtype),)
+        )
+        second = Message(
+            self._steps[1], (total,), gathered, **extras, after=works[0],
+            prepare=lambda: self._table.reduce(parts[0], total),
+        )  # fmt: skip
+        works.append(self._issues[1].start(second))
+
+        def end() -> None:
+            if gathered and gathered[0] is not result:
+                result.copy_(gathered[0][: result.numel()])
+
+        works[1].then(lease.release_after(end))
+        return JointWork(works, signature.kind, nbytes=signature.nbytes or 0, tag=signature.tag, legs=True)
+
+    @staticmethod
+    def _padded(message: Message, space: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return memory for the values and zeros, and what fills it when the operation starts."""
+        values, earlier = message.inputs[0].view(-1), message.prepare
+
+        def fill() -> None:
+            if earlier is not None:
+                earlier()
+            space[: values.numel()].copy_(values)
+            space[values.numel() :].zero_()
+
+        return space, fill

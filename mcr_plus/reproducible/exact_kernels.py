@@ -18,6 +18,7 @@ import numba
 import numba.extending
 import numpy as np
 
+from mcr_plus.backends.shm.atomics import call
 from mcr_plus.kernels.cpu import linked
 
 _numba: Any = numba  # partly annotated, which type checkers report
@@ -29,6 +30,8 @@ _LIMBS: Final = 72
 _LOWEST: Final = -1088  # exponent of the first bit of a long accumulator; the last one is 2^1215
 _FRACTION: Final = (1 << 52) - 1
 _MASK: Final = (1 << 32) - 1
+_BELOW: Final = (1 << 29) - 1  # bits of float64 that float32 lacks
+_LEAST_NORMAL: Final = 2.0**-126
 
 
 @_numba.extending.intrinsic
@@ -175,53 +178,90 @@ def _sum_of_column(column, count, limbs, wide):  # type: ignore[no-untyped-def]
     return _long_sum(column, count, limbs, wide) if special == 0.0 else special
 
 
-def exact(wide: bool) -> tuple[Any, Any]:
-    """Describe the kernel for float64 if `wide`, else for float32, see `images.image`.
+@linked
+def _odd_single(value):  # type: ignore[no-untyped-def]
+    """Return a float64 rounded to odd to what float32 holds, for values that are narrowed further."""
+    if not abs(value) < np.inf:
+        return value
+    if abs(value) >= _LEAST_NORMAL:
+        bits = _bits_of(value)
+        return _of_bits((bits & ~_BELOW) | (_BELOW + 1 if bits & _BELOW else 0))
+    scaled = value * 2.0**149  # subnormal values are multiples of 2^-149
+    whole = np.int64(scaled)
+    if whole != scaled:
+        whole |= 1
+        if value < 0 and np.int64(scaled) & 1 == 0:
+            whole = np.int64(scaled) - 1
+    return whole * 2.0**-149 if whole else value * 0.0
 
-    Arguments: the address of the sums; of a table of the addresses of `ranks` buffers and of `scratch(ranks)`
-    words of memory; `ranks`; the number of values.
+
+@linked
+def _values(like, address, size, widen, buffer):  # type: ignore[no-untyped-def]
+    """Return values of a rank as an array, of a half type as float32 in the buffer."""
+    if widen:
+        call(widen, buffer, address, size, np.int64(0))
+        return _like(like, buffer, size)
+    return _like(like, address, size)
+
+
+def exact(wide: bool) -> tuple[Any, Any]:
+    """Describe the kernel for float64 if `wide`, else for float32 and the half types, see `images.image`.
+
+    Its arguments are those of `reductions.SumTable`, with memory of `scratch(ranks)` words.
     """
     dtype = np.float64 if wide else np.float32
-    width = 8 if wide else 4
 
     def add_exactly(target, table, ranks, count):  # type: ignore[no-untyped-def]
-        addresses = _numba.carray(_pointer(table), (ranks + 1,), np.int64)
-        memory = addresses[ranks]
+        addresses = _numba.carray(_pointer(table), (ranks + 5,), np.int64)
+        memory, width, widen, narrow = (
+            addresses[ranks],
+            addresses[ranks + 2],
+            addresses[ranks + 3],
+            addresses[ranks + 4],
+        )
         high = _numba.carray(_pointer(memory), (LANES,), np.float64)
         low = _numba.carray(_pointer(memory + 8 * LANES), (LANES,), np.float64)
         lost = _numba.carray(_pointer(memory + 16 * LANES), (LANES,), np.float64)
-        limbs = _numba.carray(_pointer(memory + 24 * LANES), (_LIMBS,), np.int64)
-        column = _numba.carray(_pointer(memory + 24 * LANES + 8 * _LIMBS), (ranks,), np.float64)
-        sums = _numba.carray(_pointer(target), (count,), dtype)
+        buffer, narrowed = memory + 24 * LANES, memory + 28 * LANES
+        limbs = _numba.carray(_pointer(memory + 32 * LANES), (_LIMBS,), np.int64)
+        column = _numba.carray(_pointer(memory + 32 * LANES + 8 * _LIMBS), (ranks,), np.float64)
+        like = _numba.carray(_pointer(target), (1,), dtype)
         for begin in range(0, count, LANES):
             size, at = min(np.int64(LANES), count - begin), begin * width
-            _start(high, lost, _like(sums, addresses[0] + at, size), size)
+            sums = _like(like, narrowed if widen else target + at, size)
+            _start(high, lost, _values(like, addresses[0] + at, size, widen, buffer), size)
             for rank in range(1, ranks):
-                _add(high, lost, _like(sums, addresses[rank] + at, size), size)
+                _add(high, lost, _values(like, addresses[rank] + at, size, widen, buffer), size)
             worst = 0.0
             for i in range(size):
                 worst += lost[i]
-            if worst == 0.0:
+            if worst != 0.0:
+                _start(high, lost, _values(like, addresses[0] + at, size, widen, buffer), size)
                 for i in range(size):
-                    sums[begin + i] = high[i]
-                continue
-            _start(high, lost, _like(sums, addresses[0] + at, size), size)
-            for i in range(size):
-                low[i] = 0.0
-            for rank in range(1, ranks):
-                _add_to_pairs(high, low, lost, _like(sums, addresses[rank] + at, size), size)
-            for i in range(size):
-                if lost[i] == 0.0:
-                    total = high[i] if low[i] == 0.0 else high[i] + low[i] if wide else _odd(high[i], low[i])
-                else:
+                    low[i] = 0.0
+                for rank in range(1, ranks):
+                    _add_to_pairs(
+                        high, low, lost, _values(like, addresses[rank] + at, size, widen, buffer), size
+                    )
+                for i in range(size):
+                    if lost[i] == 0.0:
+                        if low[i] != 0.0:
+                            high[i] = high[i] + low[i] if wide else _odd(high[i], low[i])
+                        continue
                     for rank in range(ranks):
-                        column[rank] = _like(sums, addresses[rank] + at, size)[i]
-                    total = _sum_of_column(column, ranks, limbs, wide)
-                sums[begin + i] = total
+                        column[rank] = _values(like, addresses[rank] + at, size, widen, buffer)[i]
+                    high[i] = _sum_of_column(column, ranks, limbs, wide)
+            if widen:
+                for i in range(size):
+                    sums[i] = _odd_single(high[i])
+                call(narrow, target + at, narrowed, size, np.int64(0))
+            else:
+                for i in range(size):
+                    sums[i] = high[i]
 
     return _types.void(*[_types.int64] * 4), add_exactly
 
 
 def scratch(ranks: int) -> int:
     """Return the words of memory that `exact` needs."""
-    return 3 * LANES + _LIMBS + ranks
+    return 4 * LANES + _LIMBS + ranks

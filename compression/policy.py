@@ -81,6 +81,8 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         return f"payloads of codec {codec.name} differ in length, so a receiver cannot size its buffer"
     if kind in REDUCING and signature.reduce_op not in _SUMS:
         return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
+    if signature.sums == "exact" and not traits.lossless:
+        return f"codec {codec.name} loses bits before the sum, which `sums: exact` is of the values themselves"
     # Messages are identified by peer and integer tag, so they need no name.
     if traits.keeps_received and not signature.is_p2p and signature.key is None and signature.tag is None:
         return f"codec {codec.name} needs the tensor's identity from call to call; expected tag="

@@ -120,6 +120,8 @@ class HierarchicalStage(Stage):
         assert signature.dtype is not None
         if signature.backend is not None:
             return f"backend {signature.backend} is named by the call or a rule"
+        if signature.sums is not None:
+            return f"sums: {signature.sums} has an order over all ranks"
         if signature.device == "cuda" and self._options.names_nothing:
             return "CUDA's libraries know the hosts; name `nodes`, `local` or `inter` for steps"
         if signature.nbytes < self._options.min:

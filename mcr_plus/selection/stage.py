@@ -89,7 +89,7 @@ class SelectStage(Stage):
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
         choice, why, rule = self._choose(signature)
-        if signature.sums is not None and choice != "local":
+        if signature.sums is not None and signature.kind in REDUCING and choice != "local":
             choice = choice.partition(":")[0]  # an algorithm adds in an order of its own
             if not self._context.backends[choice].adds_in_order:
                 return self._in_order(signature, choice, next)

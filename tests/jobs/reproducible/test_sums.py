@@ -1,0 +1,109 @@
+"""Sums with `sums: fixed` and `exact`: the same bits over all libraries, sizes, cuts and manners."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
+
+SIZES = (1, 5, 1000, 4097, 70_001, 600_003)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LIBRARIES = ["msccl", "gloo", "mpi"] if mpi_usable() else ["msccl", "gloo"]
+PIPELINE = [{"fuse": {"bucket": "64KiB"}}, {"select": {}}, {"dispatch": {}}]
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return values of many magnitudes, so that every order of additions gives other bits."""
+    rng = np.random.default_rng((rank, size))
+    return torch.from_numpy(rng.standard_normal(size) * 2.0 ** rng.integers(-6, 7, size)).to(dtype)
+
+
+def tree(rows: list[torch.Tensor]) -> torch.Tensor:
+    if len(rows) == 1:
+        return rows[0]
+    half = 1 << (len(rows) - 1).bit_length() - 1
+    return tree(rows[:half]) + tree(rows[half:])
+
+
+def expected(rows: list[torch.Tensor], sums: str) -> torch.Tensor:
+    """Return the sums by torch, or by `math.fsum`, whose float64 is exact for what these dtypes hold."""
+    dtype = rows[0].dtype
+    if sums == "fixed":
+        return tree([row if dtype in DTYPES[:2] else row.float() for row in rows]).to(dtype)
+    columns = torch.stack([row.double() for row in rows]).T.tolist()
+    return torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).to(dtype)
+
+
+def run(sums: str, library: str) -> list[str]:
+    """Run every kind in every manner; return what differs from the oracle."""
+    wrong: list[str] = []
+    config: Any = {"version": 1, "backends": [library], "numerics": {"sums": sums}, "pipeline": PIPELINE}
+    with mcr.init(config) as comm:
+        me, ranks = comm.rank, comm.size
+        for dtype in DTYPES:
+            for size in SIZES:
+                if sums == "exact" and size > 5000:
+                    size = 5003  # the oracle is slow
+                rows = [values(rank, size * ranks, dtype) for rank in range(ranks)]
+                total = expected(rows, sums)
+
+                def check(name: str, found: torch.Tensor, part: slice = slice(None)) -> None:
+                    if not torch.equal(found, total[part]):  # noqa: B023 - called at once
+                        wrong.append(f"{name} {dtype} {size}: {(found != total[part]).sum()}")  # noqa: B023
+
+                part = slice(me * size, (me + 1) * size)
+                x = rows[me].clone()
+                mcr.all_reduce(x)
+                check("all_reduce", x)
+                x = rows[me].clone()
+                pieces = x.split(max(1, len(x) // 7))
+                works = [mcr.all_reduce(piece, async_op=True) for piece in pieces]  # fused
+                for work in reversed(works):
+                    assert work is not None
+                    work.wait()
+                check("pieces", x)
+                x = rows[me].clone()
+                mcr.reduce(x, ranks - 1)
+                if me == ranks - 1:
+                    check("reduce", x)
+                out = torch.empty(size, dtype=dtype)
+                mcr.reduce_scatter_tensor(out, rows[me].clone())
+                check("reduce_scatter", out, part)
+                whole = rows[me].clone()
+                work = mcr.reduce_scatter_tensor(whole[part], whole, async_op=True)  # in place
+                assert work is not None
+                work.wait()
+                check("reduce_scatter in place", whole[part], part)
+                uneven = [
+                    size + (rank == 0) * (ranks - 1) * (size // 2) - (rank > 0) * (size // 2)
+                    for rank in range(ranks)
+                ]
+                begin = sum(uneven[:me])
+                own = torch.empty(uneven[me], dtype=dtype)
+                mcr.reduce_scatter_v(own, list(rows[me].split(uneven)))
+                check("reduce_scatter_v", own, slice(begin, begin + uneven[me]))
+                again = mcr.persistent("all_reduce", x)
+                x.copy_(rows[me])
+                again()
+                check("persistent", x)
+                mean = rows[me].clone()
+                mcr.all_reduce(mean, mcr.AVG)
+                if dtype in DTYPES[:2] and not torch.equal(mean, total / ranks):
+                    wrong.append(f"mean {dtype} {size}")
+    return wrong
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("sums", ["fixed", "exact"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_library_gives_the_bits_of_the_oracle(ranks: int, sums: str, library: str) -> None:
+    via: Any = "mpi" if library == "mpi" else "torch"
+    for result in run_ranks(run, ranks, args=[sums, library], via=via):
+        assert result.value == []

@@ -79,10 +79,8 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
     if signature.is_p2p and not (traits.fixed_rate or traits.keeps_received):
         return f"payloads of codec {codec.name} differ in length, so a receiver cannot size its buffer"
-    if kind in REDUCING and signature.reduce_op not in _SUMS:
-        return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
-    if signature.sums == "exact" and not traits.lossless:
-        return f"codec {codec.name} loses bits before the sum, which `sums: exact` is of the values themselves"
+    if kind in REDUCING and (reason := _refused_sum(codec, signature)):
+        return reason
     # Messages are identified by peer and integer tag, so they need no name.
     if traits.keeps_received and not signature.is_p2p and signature.key is None and signature.tag is None:
         return f"codec {codec.name} needs the tensor's identity from call to call; expected tag="
@@ -93,6 +91,14 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         if signature.key is None and signature.tag is None:
             return f"{feedback} needs the tensor's identity from call to call; expected tag="
     return None
+
+
+def _refused_sum(codec: Codec, signature: Signature) -> str:
+    if signature.reduce_op not in _SUMS:
+        return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
+    if signature.sums == "exact" and not codec.traits.lossless:
+        return f"codec {codec.name} changes the values, whose sum is to be exact (`sums: exact`)"
+    return ""
 
 
 @cache

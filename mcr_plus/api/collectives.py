@@ -13,7 +13,7 @@ Names, argument order and in-place semantics are those of `torch.distributed`. C
 - `tag`: a free name such as "moe.dispatch", which rules match and logs show. `send` and `recv` call this
   name `label`; their `tag` is an integer that must be equal on both sides.
 
-Functions with `**options` take `backend`, `compress` and `tag` as keywords.
+Functions with `**options` take `backend`, `compress`, `tag` and, if they reduce, `sums` as keywords.
 
 Tensors are torch tensors on the CPU or a CUDA device, or arrays of other libraries (NumPy, CuPy; by DLPack or
 `__cuda_array_interface__`), used without a copy. On a GPU, an operation runs after the work on the stream

@@ -19,7 +19,7 @@ from mcr_plus.communicator.successors import Succession
 from mcr_plus.config.names import stored_backend
 from mcr_plus.core.foreign_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.group import Group
-from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, REDUCING, ReduceOp, Sums, check_reducible
+from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
@@ -28,7 +28,6 @@ from mcr_plus.errors import InvalidArgument, Revoked, Unsupported, is_normal_end
 from mcr_plus.pipeline.pipeline import BoundChain, Pipeline
 
 if TYPE_CHECKING:
-    from mcr_plus.config.schema import Config
     from mcr_plus.communicator.job import RunningJob
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.communicator.persistent import PersistentOp
@@ -347,9 +346,8 @@ class Communicator(Operations):
                 call.kind, dtype, tuple(call.shape), nbytes, self.name, self.size, device,
                 calls.reduce_op_name(call.reduce_op), call.root, tag, stored_backend(backend), codec,
                 async_op, None, call.parts, call.key, None, call.called, call.counts_agreed,
-                None if call.root is None else self.ranks[call.root],
+                None if call.root is None else self.ranks[call.root], options.get("sums"),
             )  # fmt: skip
-            signature = signature.replace(sums=sums_of(signature, options.get("sums"), self.config))
             plan = self._chain(signature)
             for bound in self.hooks.bound:
                 plan = replace(plan, issue=bound(self._group, plan.issue))
@@ -379,28 +377,6 @@ class Communicator(Operations):
 
 
 name_others(Communicator, OF_COMMUNICATORS)
-
-
-def sums_of(signature: Signature, named: Sums | None, config: Config) -> Sums | None:
-    """Return `Signature.sums` of an operation; `named`: by the call.
-
-    Raises `InvalidArgument` if the call asks for what the operation does not have.
-    """
-    op, dtype = signature.reduce_op, signature.dtype
-    if (
-        op not in ("SUM", "AVG", "PRODUCT")
-        or dtype is None
-        or not (dtype.is_floating_point or dtype.is_complex)
-    ):
-        return None  # the order does not matter
-    sums = named or config.sums_for(signature)
-    if sums == "exact" and (op == "PRODUCT" or dtype.is_complex):
-        if named is not None:
-            raise InvalidArgument(
-                f"sums: exact is for SUM and AVG of real numbers, got {signature.describe()}"
-            )
-        sums = "fixed"
-    return None if sums == "fast" else sums
 
 
 def _check_valid(signature: Signature, group: Group) -> None:

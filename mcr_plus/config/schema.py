@@ -268,7 +268,7 @@ class Config:
     algorithms: tuple[AlgorithmsRef, ...] = ()
     name: str = field(default=NO_FILE, compare=False)
     observe: BaseModel | None = field(default_factory=default_observe)
-    numerics: Numerics = Numerics()
+    numerics: Numerics = field(default_factory=Numerics)
 
     def rule_for(
         self,

@@ -8,14 +8,14 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from mcr_plus import registry
-from mcr_plus.core.kinds import dtype_name
+from mcr_plus.core.kinds import Sums, dtype_name
 from mcr_plus.core.message import Signature
-from mcr_plus.errors import ConfigError
+from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.pipeline.stage import Context, Instead, Issue, Stage, complete
 from mcr_plus.pipeline.treatment import Treatment
 
 if TYPE_CHECKING:
-    from mcr_plus.config.schema import Rule
+    from mcr_plus.config.schema import Config, Rule
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ class Pipeline:
         return [name for name in self._context.backends if name in channels]
 
     def bind(self, signature: Signature) -> BoundChain:
-        """Bind all stages to `signature`. Raises `Unsupported` if no library can run it."""
+        """Bind all stages to `signature`. Raises `Unsupported` if no library can run it.
+
+        Its `sums` may be those of the call; the result's signature has those that apply.
+        """
+        signature = signature.replace(sums=_sums_of(signature, self._context.config))
         notes: list[Note] = []
         return BoundChain(signature, self._bind_from(0, signature, notes), notes)
 
@@ -175,6 +179,22 @@ def finish(stages: Iterable[Stage]) -> None:
         by_class.setdefault(type(stage), []).append(stage)
     for kind, alike in by_class.items():
         kind.finish(alike)
+
+
+def _sums_of(signature: Signature, config: Config) -> Sums | None:
+    """Return the order of additions of an operation; None if it is the library's, or does not matter."""
+    op, dtype = signature.reduce_op, signature.dtype
+    adds = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+    if not adds or op not in ("SUM", "AVG", "PRODUCT"):
+        return None
+    sums = signature.sums or config.sums_for(signature)
+    if sums == "exact" and (op == "PRODUCT" or (dtype is not None and dtype.is_complex)):
+        if signature.sums is not None:
+            raise InvalidArgument(
+                f"sums: exact is for SUM and AVG of real values; got {signature.describe()}"
+            )
+        return "fixed"
+    return None if sums == "fast" else sums
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:

@@ -16,8 +16,8 @@ from mcr_plus.core.buffers import Pool
 from mcr_plus.core.kinds import VECTOR, Kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
+from mcr_plus.engine.issue import Issue
 from mcr_plus.errors import Unsupported
-from mcr_plus.pipeline.stage import Issue
 
 SMALL: Final = 16 << 10
 """Most bytes of an operation that is gathered whole: a step costs more than its bytes."""
@@ -67,49 +67,44 @@ class OrderedSum:
 
     def start(self, message: Message) -> Work:
         """Issue the steps; return their handle."""
-        signature, ranks, chunk = self._signature, self._signature.ranks, self._chunk
+        signature, ranks, chunk, table = self._signature, self._signature.ranks, self._chunk, self._table
         lease = self._pool.lease(torch.device("cpu"))
         extras: Any = {name: value for name, value in vars(message).items() if name not in _OWN}
-        given, counts = message.inputs[0].view(-1), message.input_counts
-        result = message.outputs[0].view(-1) if message.outputs else None
-        prepare, sizes = message.prepare, {}
+        given, counts, dtype = message.inputs[0].view(-1), message.input_counts, message.inputs[0].dtype
+        first: Any = {**extras, "after": message.after, "prepare": message.prepare}
         if counts is not None:
             chunk = counts[self._rank]
-            sizes = {"input_counts": counts, "output_counts": (chunk,) * ranks}
+            first |= {"input_counts": counts, "output_counts": (chunk,) * ranks}
         elif not self._is_small and given.numel() < chunk * ranks:
-            given, prepare = self._padded(message, lease.tensor(chunk * ranks, given.dtype))
-        dtype = given.dtype
-        receives = len(self._issues) == 2 or signature.root in (None, self._rank)
-        parts = (lease.tensor(chunk * ranks, dtype),) if receives else ()
-        first = Message(
-            self._steps[0], (given,), parts, **extras, **sizes, after=message.after, prepare=prepare
-        )
-        works = [self._issues[0].start(first)]
-        if len(self._issues) == 1:
+            given, first["prepare"] = self._padded(message, lease.tensor(chunk * ranks, dtype))
+        # The result's rank, or all: the others of a `reduce` get nothing in its last step.
+        result = message.outputs[0].view(-1) if signature.root in (None, self._rank) else None
+        is_last = len(self._issues) == 1
+        parts = None if is_last and result is None else lease.tensor(chunk * ranks, dtype)
+        received = () if parts is None else (parts,)
+        works = [self._issues[0].start(Message(self._steps[0], (given,), received, **first))]
 
-            def add() -> None:
-                if result is not None and receives:
-                    self._table.reduce(parts[0], result)
+        def add() -> None:
+            if parts is not None and result is not None:
+                table.reduce(parts, result)
 
+        if is_last:
             return works[0].then(lease.release_after(add))
-        total = lease.tensor(chunk, dtype)
-        ends = signature.root in (None, self._rank)
-        gathered = (
-            ()
-            if not ends
-            else (result,)
-            if result.numel() == chunk * ranks
-            else (lease.tensor(chunk * ranks, dtype),)
-        )
-        second = Message(
-            self._steps[1], (total,), gathered, **extras, after=works[0],
-            prepare=lambda: self._table.reduce(parts[0], total),
-        )  # fmt: skip
+        total, wide = lease.tensor(chunk, dtype), None
+        if result is not None:
+            wide = result if result.numel() == chunk * ranks else lease.tensor(chunk * ranks, dtype)
+        gathered = () if wide is None else (wide,)
+
+        def add_part() -> None:
+            assert parts is not None
+            table.reduce(parts, total)
+
+        second = Message(self._steps[1], (total,), gathered, **extras, after=works[0], prepare=add_part)
         works.append(self._issues[1].start(second))
 
         def end() -> None:
-            if gathered and gathered[0] is not result:
-                result.copy_(gathered[0][: result.numel()])
+            if result is not None and wide is not None and wide is not result:
+                result.copy_(wide[: result.numel()])
 
         works[1].then(lease.release_after(end))
         return JointWork(works, signature.kind, nbytes=signature.nbytes or 0, tag=signature.tag, legs=True)

@@ -162,7 +162,7 @@ PIPE = "version: 1\npipeline:\n"
     [
         (
             "version: 1\nspeed: 3\n",
-            "2: speed: unknown key 'speed'; known: version, backends, algorithms, pipeline, rules",
+            "2: speed: unknown key 'speed'; known: version, backends, algorithms, numerics, pipeline, rules",
         ),
         ("version: 1\nbackend: [mpi]\n", "2: backend: unknown key 'backend'; known: "),
         ("backends: [mpi]\n", "1: version: missing; expected version: 1"),
@@ -377,7 +377,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
         ("{match: all_reduce, backend: mpi}", "rules[0].match: expected a mapping"),
         (
             "{match: {tag: x}}",
-            "rules[0]: changes nothing; expected at least one of backend, compress",
+            "rules[0]: changes nothing; expected at least one of backend, sums, compress",
         ),
         ("{match: {tag: x}, dispatch: {}}", "rules[0]: changes nothing"),
         ("{match: {tag: x}, backend: ncll}", "rules[0].backend: unknown backend 'ncll'"),
@@ -388,7 +388,7 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
         ("{match: {tag: x}, backend: [mpi]}", "rules[0].backend: unknown backend ['mpi']"),
         (
             "{match: {tag: x}, colour: red}",
-            "rules[0].colour: unknown key 'colour'; known: match, backend, compress",
+            "rules[0].colour: unknown key 'colour'; known: match, backend, sums, compress",
         ),
         ("{match: {tag: x}, fuse: {}}", "rules[0].fuse: stage 'fuse' is not in the pipeline"),
         (

@@ -40,7 +40,7 @@ ORDER = (
     {"communicator"},
     {"hierarchy"},
     {"compression", "fusion", "selection"},
-    {"pipeline", "reliability", "trials"},
+    {"pipeline", "reliability", "reproducible", "trials"},
     {"engine"},
     {"board", "tables"},
     {"backends", "launch"},

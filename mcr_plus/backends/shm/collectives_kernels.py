@@ -25,6 +25,8 @@ returns the sender.
 never blocks on a dead peer.
 """
 
+# Long because all kinds share the phases and a state.
+
 from __future__ import annotations
 
 from functools import cache

@@ -335,8 +335,8 @@ def resizing(dtype: torch.dtype, narrows: int) -> tuple[Any, Any]:
 def tree() -> tuple[Any, Any]:
     """Describe the reduction of buffers by a binary tree over the ranks, the same for every element.
 
-    The leaves are the ranks in order; ranks 2^k·i to 2^k·(i+1) - 1 have a common ancestor below those of more,
-    and a rest is combined from the right. Arguments: target, table (see `reductions.SumTable`), ranks, count.
+    The leaves are the ranks in order. The 2^k ranks from a multiple of 2^k on are combined before others, and
+    a rest from the right. Arguments: target, table (see `SumTable`), ranks, number of values.
     """
 
     def reduce_by_tree(target, table, ranks, count):  # type: ignore[no-untyped-def]

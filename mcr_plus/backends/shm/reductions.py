@@ -18,6 +18,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.kernels.images import c_kernel
 
 _KERNELS: Final = "mcr_plus.backends.shm.reduce_kernels"
+_EXACT: Final = "mcr_plus.backends.shm.exact_kernels"
 DTYPES: Final = (
     torch.float64,
     torch.float32,
@@ -102,6 +103,10 @@ LEVELS: Final = 14
 """Buffers of a tree over up to 8,192 ranks."""
 PIECE: Final = 8 << 10
 """Bytes of a buffer of a tree."""
+LANES: Final = 512
+"""Values that are added up exactly at a time; their sums stay in the nearest cache."""
+LIMBS: Final = 72
+"""Integers of a long accumulator, see `exact_kernels`."""
 
 
 class SumTable:
@@ -116,10 +121,8 @@ class SumTable:
         half = dtype in (torch.float16, torch.bfloat16)
         kernels = kernels_for(torch.float32 if half else dtype, op)
         if sums == "exact":
-            from mcr_plus.reproducible.exact_kernels import scratch
-
-            name, words = "mcr_plus.reproducible.exact_kernels", scratch(ranks)
-            self.function = c_kernel(name, "exact", dtype in (torch.float64, torch.complex128)).address
+            self.function = c_kernel(_EXACT, "exact", dtype is torch.float64).address
+            words = 4 * LANES + LIMBS + ranks
         else:
             self.function, words = _address("tree"), LEVELS * (1 + PIECE // 8)
         self._memory = np.empty(words, np.int64)

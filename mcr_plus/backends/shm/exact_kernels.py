@@ -3,8 +3,8 @@
 Sums are kept in float64, and the error of each addition is computed (Knuth's TwoSum, TAOCP vol. 2, 4.2.2).
 Most have none, since float32 leaves 29 bits. If there are errors, they are added up in a second float64; if
 one of that addition is lost, too, the element is added up in integers that cover float64's whole range
-(Kulisch's long accumulator). So each result is the exact sum, rounded to nearest even once: it does not depend
-on the order, nor on how the addends are distributed.
+(Kulisch's long accumulator). So each result is the exact sum, rounded to nearest even once. It does not
+depend on the order, nor on how the addends are distributed.
 
 NaN if an addend is NaN or both infinities
 are there; the sum of zeros is -0 only if all are -0.
@@ -19,17 +19,16 @@ import numba.extending
 import numpy as np
 
 from mcr_plus.backends.shm.atomics import call
+from mcr_plus.backends.shm.reductions import LANES, LIMBS
 from mcr_plus.kernels.cpu import linked
 
 _numba: Any = numba  # partly annotated, which type checkers report
 _types: Any = _numba.types
 
-LANES: Final = 512
-"""Values that are added up at a time; their sums stay in the nearest cache."""
-_LIMBS: Final = 72
 _LOWEST: Final = -1088  # exponent of the first bit of a long accumulator; the last one is 2^1215
 _FRACTION: Final = (1 << 52) - 1
 _MASK: Final = (1 << 32) - 1
+_INFINITE: Final = 0x7FF << 52
 _BELOW: Final = (1 << 29) - 1  # bits of float64 that float32 lacks
 _LEAST_NORMAL: Final = 2.0**-126
 
@@ -79,57 +78,63 @@ def _odd(high, low):  # type: ignore[no-untyped-def]
 
 
 @linked
-def _long_sum(values, count, limbs, halfway):  # type: ignore[no-untyped-def]
-    """Return the sum of `count` finite float64 values, infinite if it is too large.
+def _add_to_limbs(limbs, value):  # type: ignore[no-untyped-def]
+    """Add a finite float64 to a long accumulator."""
+    bits = _bits_of(value)
+    exponent, mantissa = (bits >> 52) & 0x7FF, bits & _FRACTION
+    if exponent:
+        mantissa |= _FRACTION + 1
+    at = max(exponent, np.int64(1)) - 1075 - _LOWEST
+    sign, first, shift = (np.int64(-1) if bits < 0 else np.int64(1)), at // 32, at % 32
+    limbs[first] += sign * ((mantissa << shift) & _MASK)
+    limbs[first + 1] += sign * ((mantissa >> (32 - shift)) & _MASK)
+    if shift:
+        limbs[first + 2] += sign * (mantissa >> (64 - shift))
 
-    It is rounded to nearest even if `halfway`, else to odd.
-    """
-    for index in range(_LIMBS):
-        limbs[index] = 0
-    for index in range(count):
-        bits = _bits_of(values[index])
-        exponent, mantissa = (bits >> 52) & 0x7FF, bits & _FRACTION
-        if exponent:
-            mantissa |= _FRACTION + 1
-        at = max(exponent, np.int64(1)) - 1075 - _LOWEST
-        sign, first, shift = (np.int64(-1) if bits < 0 else np.int64(1)), at // 32, at % 32
-        limbs[first] += sign * ((mantissa << shift) & _MASK)
-        limbs[first + 1] += sign * ((mantissa >> (32 - shift)) & _MASK)
-        if shift:
-            limbs[first + 2] += sign * (mantissa >> (64 - shift))
-    negative = np.int64(0)
-    for _ in range(2):
+
+@linked
+def _carry(limbs):  # type: ignore[no-untyped-def]
+    """Bring limbs to 32 bits each, of the absolute value; return whether the sum is negative."""
+    for turn in range(2):
         carry = np.int64(0)
-        for index in range(_LIMBS):
+        for index in range(LIMBS):
             total = limbs[index] + carry
             limbs[index], carry = total & _MASK, total >> 32
         if carry == 0:
-            break
-        negative = np.int64(1)
-        for index in range(_LIMBS):
+            return turn == 1
+        for index in range(LIMBS):
             limbs[index] = -limbs[index]
-        limbs[_LIMBS - 1] -= carry << 32
-    highest = np.int64(32 * _LIMBS - 1)
-    while highest >= 0 and limbs[highest // 32] >> (highest % 32) & 1 == 0:
+        limbs[LIMBS - 1] -= carry << 32
+    return True
+
+
+@linked
+def _bit(limbs, at):  # type: ignore[no-untyped-def]
+    return limbs[at // 32] >> (at % 32) & 1
+
+
+@linked
+def _rounded(limbs, halfway):  # type: ignore[no-untyped-def]
+    """Return the bits of a long accumulator as float64, rounded to nearest even if `halfway`, else to odd."""
+    highest = np.int64(32 * LIMBS - 1)
+    while highest >= 0 and _bit(limbs, highest) == 0:
         highest -= 1
     if highest < 0:
-        return 0.0
+        return np.int64(0)
     if highest + _LOWEST > 1023:
-        return -np.inf if negative else np.inf
+        return _INFINITE
     lowest = max(highest - 52, np.int64(-1074 - _LOWEST))
     mantissa = np.int64(0)
     for at in range(highest, lowest - 1, -1):
-        mantissa = 2 * mantissa + (limbs[at // 32] >> (at % 32) & 1)
+        mantissa = 2 * mantissa + _bit(limbs, at)
     # The leading bit of a normal number adds one to the exponent.
     bits = (max(highest + _LOWEST + 1022, np.int64(0)) << 52) + mantissa
-    half, rest = limbs[(lowest - 1) // 32] >> ((lowest - 1) % 32) & 1, False
+    half, rest = _bit(limbs, lowest - 1), np.int64(0)
     for at in range(lowest - 1):
-        rest = rest or limbs[at // 32] >> (at % 32) & 1 != 0
+        rest |= _bit(limbs, at)
     if not halfway:
-        bits |= np.int64(half != 0 or rest)
-    elif half and (rest or mantissa & 1):
-        bits += 1
-    return -_of_bits(bits) if negative else _of_bits(bits)
+        return bits | half | rest
+    return bits + (half & (rest | (mantissa & 1)))
 
 
 @linked
@@ -170,12 +175,20 @@ def _add_to_pairs(high, low, lost, values, size):  # type: ignore[no-untyped-def
 
 @linked
 def _sum_of_column(column, count, limbs, wide):  # type: ignore[no-untyped-def]
-    """Return the sum of float64 values, see `_long_sum`; also of values that are not finite."""
+    """Return the sum of float64 values, rounded to nearest even if `wide`, else to odd."""
     special = 0.0
+    for index in range(LIMBS):
+        limbs[index] = 0
     for index in range(count):
-        if not abs(column[index]) < np.inf:
+        if abs(column[index]) < np.inf:
+            _add_to_limbs(limbs, column[index])
+        else:
             special += column[index]
-    return _long_sum(column, count, limbs, wide) if special == 0.0 else special
+    if special != 0.0:  # also NaN
+        return special
+    is_negative = _carry(limbs)
+    total = _of_bits(_rounded(limbs, wide))
+    return -total if is_negative else total
 
 
 @linked
@@ -204,64 +217,61 @@ def _values(like, address, size, widen, buffer):  # type: ignore[no-untyped-def]
     return _like(like, address, size)
 
 
+@linked
+def _add_chunk(table, sums, at, size, ranks, wide):  # type: ignore[no-untyped-def]
+    """Add up `size` values of each rank, `at` bytes after the beginning of its buffer.
+
+    Returns the float64 sums, exact, or rounded to odd unless `wide`.
+    """
+    addresses = _numba.carray(_pointer(table), (ranks + 5,), np.int64)
+    memory, widen = addresses[ranks], addresses[ranks + 3]
+    high = _numba.carray(_pointer(memory), (LANES,), np.float64)
+    low = _numba.carray(_pointer(memory + 8 * LANES), (LANES,), np.float64)
+    lost = _numba.carray(_pointer(memory + 16 * LANES), (LANES,), np.float64)
+    buffer = memory + 24 * LANES
+    _start(high, lost, _values(sums, addresses[0] + at, size, widen, buffer), size)
+    for rank in range(1, ranks):
+        _add(high, lost, _values(sums, addresses[rank] + at, size, widen, buffer), size)
+    worst = 0.0
+    for i in range(size):
+        worst += lost[i]
+        low[i] = 0.0
+    if worst == 0.0:
+        return high
+    _start(high, lost, _values(sums, addresses[0] + at, size, widen, buffer), size)
+    for rank in range(1, ranks):
+        _add_to_pairs(high, low, lost, _values(sums, addresses[rank] + at, size, widen, buffer), size)
+    limbs = _numba.carray(_pointer(memory + 32 * LANES), (LIMBS,), np.int64)
+    column = _numba.carray(_pointer(memory + 32 * LANES + 8 * LIMBS), (ranks,), np.float64)
+    for i in range(size):
+        if lost[i] == 0.0:
+            if low[i] != 0.0:
+                high[i] = high[i] + low[i] if wide else _odd(high[i], low[i])
+            continue
+        for rank in range(ranks):
+            column[rank] = _values(sums, addresses[rank] + at, size, widen, buffer)[i]
+        high[i] = _sum_of_column(column, ranks, limbs, wide)
+    return high
+
+
 def exact(wide: bool) -> tuple[Any, Any]:
     """Describe the kernel for float64 if `wide`, else for float32 and the half types, see `images.image`.
 
-    Its arguments are those of `reductions.SumTable`, with memory of `scratch(ranks)` words.
+    Its arguments are those of `reductions.SumTable`.
     """
     dtype = np.float64 if wide else np.float32
 
     def add_exactly(target, table, ranks, count):  # type: ignore[no-untyped-def]
-        addresses = _numba.carray(_pointer(table), (ranks + 5,), np.int64)
-        memory, width, widen, narrow = (
-            addresses[ranks],
-            addresses[ranks + 2],
-            addresses[ranks + 3],
-            addresses[ranks + 4],
-        )
-        high = _numba.carray(_pointer(memory), (LANES,), np.float64)
-        low = _numba.carray(_pointer(memory + 8 * LANES), (LANES,), np.float64)
-        lost = _numba.carray(_pointer(memory + 16 * LANES), (LANES,), np.float64)
-        buffer, narrowed = memory + 24 * LANES, memory + 28 * LANES
-        limbs = _numba.carray(_pointer(memory + 32 * LANES), (_LIMBS,), np.int64)
-        column = _numba.carray(_pointer(memory + 32 * LANES + 8 * _LIMBS), (ranks,), np.float64)
+        words = _numba.carray(_pointer(table + 8 * ranks), (5,), np.int64)
+        width, widen, narrow, narrowed = words[2], words[3], words[4], words[0] + 28 * LANES
         like = _numba.carray(_pointer(target), (1,), dtype)
         for begin in range(0, count, LANES):
             size, at = min(np.int64(LANES), count - begin), begin * width
             sums = _like(like, narrowed if widen else target + at, size)
-            _start(high, lost, _values(like, addresses[0] + at, size, widen, buffer), size)
-            for rank in range(1, ranks):
-                _add(high, lost, _values(like, addresses[rank] + at, size, widen, buffer), size)
-            worst = 0.0
+            totals = _add_chunk(table, sums, at, size, ranks, wide)
             for i in range(size):
-                worst += lost[i]
-            if worst != 0.0:
-                _start(high, lost, _values(like, addresses[0] + at, size, widen, buffer), size)
-                for i in range(size):
-                    low[i] = 0.0
-                for rank in range(1, ranks):
-                    _add_to_pairs(
-                        high, low, lost, _values(like, addresses[rank] + at, size, widen, buffer), size
-                    )
-                for i in range(size):
-                    if lost[i] == 0.0:
-                        if low[i] != 0.0:
-                            high[i] = high[i] + low[i] if wide else _odd(high[i], low[i])
-                        continue
-                    for rank in range(ranks):
-                        column[rank] = _values(like, addresses[rank] + at, size, widen, buffer)[i]
-                    high[i] = _sum_of_column(column, ranks, limbs, wide)
+                sums[i] = _odd_single(totals[i]) if widen else totals[i]
             if widen:
-                for i in range(size):
-                    sums[i] = _odd_single(high[i])
                 call(narrow, target + at, narrowed, size, np.int64(0))
-            else:
-                for i in range(size):
-                    sums[i] = high[i]
 
     return _types.void(*[_types.int64] * 4), add_exactly
-
-
-def scratch(ranks: int) -> int:
-    """Return the words of memory that `exact` needs."""
-    return 4 * LANES + _LIMBS + ranks

@@ -43,7 +43,7 @@ class OrderedSum:
         self._is_small = not self._scatters and (signature.nbytes or 0) <= SMALL
         self._chunk = numel if self._is_small else -(-numel // ranks)  # values that this rank reduces
         out: Kind = "all_to_all_v" if signature.kind in VECTOR else back if self._is_small else "all_to_all"
-        steps = [out] if self._scatters or self._is_small else [out, back]
+        steps: list[Kind] = [out] if self._scatters or self._is_small else [out, back]
         self._steps = [self._step(kind) for kind in steps]
         self._issues = [bind(step) for step in self._steps]
 

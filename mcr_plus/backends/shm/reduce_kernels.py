@@ -348,7 +348,7 @@ def tree() -> tuple[Any, Any]:
             return
         buffers, step = memory + 8 * LEVELS, PIECE // (4 if widen else width)
         for begin in range(0, count, step):
-            size, top = min(step, count - begin), np.int64(0)
+            size, top, value = min(step, count - begin), np.int64(0), np.int64(0)
             for rank in range(ranks):
                 value = load_acquire(table + 8 * rank) + begin * width
                 if widen:

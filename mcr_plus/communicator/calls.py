@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 import torch
 
 from mcr_plus.communicator.tensors import as_tensor
-from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, SUMS, Kind, ReduceOp, dtype_name
+from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, REDUCING, SUMS, Kind, ReduceOp, Sums, dtype_name
 from mcr_plus.core.units import whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument, unknown
 
@@ -43,7 +43,7 @@ class CallOptions(TypedDict, total=False):
     backend: str | None
     compress: Compress
     tag: str | None
-    sums: Literal["fast", "fixed", "exact"] | None
+    sums: Sums | None
 
 
 class MessageOptions(TypedDict, total=False):
@@ -311,6 +311,8 @@ def check_options(kind: Kind, op: object, options: Mapping[str, Any]) -> None:
             raise InvalidArgument(f"{name}: expected a string or None, got {value!r}")
     if (sums := options.get("sums")) not in (None, *SUMS):
         raise InvalidArgument(f"sums: {unknown('order of additions', sums, SUMS)}")
+    if sums is not None and kind not in REDUCING:
+        raise InvalidArgument(f"sums: {kind} adds nothing; it is for {', '.join(sorted(REDUCING))}")
     compress = options.get("compress")
     if not (compress is None or compress is False or isinstance(compress, (str, Mapping))):
         raise InvalidArgument(

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from mcr_plus import registry
-from mcr_plus.core.kinds import Sums, dtype_name
+from mcr_plus.core.kinds import REDUCING, Sums, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.pipeline.stage import Context, Instead, Issue, Stage, complete
@@ -198,7 +198,12 @@ def _sums_of(signature: Signature, config: Config) -> Sums | None:
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:
-    """Mark a changed signature as asynchronous, because a stage may have several operations in flight."""
+    """Mark a changed signature as asynchronous, because a stage may have several operations in flight.
+
+    `sums` does not pass on to operations that add nothing.
+    """
+    if changed.kind not in REDUCING:
+        changed = changed.replace(sums=None)
     same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
     return changed if same else changed.replace(async_op=True)
 

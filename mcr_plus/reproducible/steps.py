@@ -13,14 +13,14 @@ import torch
 
 from mcr_plus.backends.shm.reductions import SumTable
 from mcr_plus.core.buffers import Pool
-from mcr_plus.core.kinds import VECTOR, Kind
+from mcr_plus.core.kinds import VECTOR, Kind, collective
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.engine.issue import Issue
 from mcr_plus.errors import Unsupported
 
-SMALL: Final = 16 << 10
-"""Most bytes of an operation that is gathered whole: a step costs more than its bytes."""
+SMALL: Final = 64 << 10
+"""Most bytes of all ranks' values together that are gathered whole: a step costs more than these bytes."""
 _OWN: Final = ("prepare", "after", "input_counts", "output_counts")
 
 
@@ -38,12 +38,12 @@ class OrderedSum:
         self._signature, self._rank, self._pool = signature, rank, pool
         self._table = SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
         ranks, numel = signature.ranks, (signature.nbytes or 0) // signature.dtype.itemsize
-        back: Kind = "gather" if signature.kind == "reduce" else "all_gather"
-        self._scatters = signature.kind.startswith("reduce_scatter")
-        self._is_small = not self._scatters and (signature.nbytes or 0) <= SMALL
+        row = collective(signature.kind)
+        back: Kind = "gather" if row.rooted else "all_gather"
+        self._is_small = not row.divides and ranks * (signature.nbytes or 0) <= SMALL
         self._chunk = numel if self._is_small else -(-numel // ranks)  # values that this rank reduces
         out: Kind = "all_to_all_v" if signature.kind in VECTOR else back if self._is_small else "all_to_all"
-        steps: list[Kind] = [out] if self._scatters or self._is_small else [out, back]
+        steps: list[Kind] = [out] if row.divides or self._is_small else [out, back]
         self._steps = [self._step(kind) for kind in steps]
         self._issues = [bind(step) for step in self._steps]
 

@@ -16,6 +16,7 @@ from mcr_plus.core.buffers import Pool
 from mcr_plus.core.kinds import REDUCING, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import size_words
+from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.rendezvous.world import World
@@ -79,6 +80,11 @@ class SelectStage(Stage):
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
         self._refinement: Refinement | None = None
         self._pool = Pool()
+        dispatch = context.config.options("dispatch")
+        # Then other code than the library's may run an operation.
+        self._is_wrapped = isinstance(dispatch, DispatchOptions) and bool(
+            dispatch.failover or dispatch.verify
+        )
         if options.online:
             from mcr_plus.selection.online import Refinement  # imported here: most jobs do not refine
 
@@ -89,9 +95,15 @@ class SelectStage(Stage):
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
         choice, why, rule = self._choose(signature)
-        if signature.sums is not None and signature.kind in REDUCING and choice != "local":
-            choice = choice.partition(":")[0]  # an algorithm adds in an order of its own
-            if not self._context.backends[choice].adds_in_order:
+        if signature.sums is not None and choice != "local":
+            name, _, algorithm = choice.partition(":")
+            if algorithm and choice == signature.backend:
+                raise Unsupported(
+                    f"{signature.describe()}: algorithm '{algorithm}' adds in an order of its own; "
+                    f"name {name} alone, or sums: fast"
+                )
+            choice = name
+            if self._is_wrapped or not self._context.backends[choice].adds_in_order:
                 return self._in_order(signature, choice, next)
         chosen = _by(choice, signature)
         support = self._context.backends[chosen.backend or ""].supports(chosen)
@@ -113,7 +125,8 @@ class SelectStage(Stage):
         from mcr_plus.reproducible.steps import OrderedSum  # imported here: most jobs have no `sums`
 
         steps = OrderedSum(signature, self._context.group.rank, self._pool, partial(self.bind, next=next))
-        next.note(f"sums: {signature.sums}: {choice} has an order of its own: {steps.description}")
+        why = "may be replaced or verified" if self._is_wrapped else "has an order of its own"
+        next.note(f"sums: {signature.sums}: {choice} {why}: {steps.description}")
         return Issue(steps.start)
 
     @classmethod

@@ -223,6 +223,15 @@ def _values(signature: Signature) -> tuple[int, ReduceKernels]:
     return width // kernels.parts, kernels
 
 
+def _sums(signature: Signature) -> SumTable | None:
+    """Return the reduction of an operation with `sums`; None without."""
+    if signature.sums is None:
+        return None
+    assert signature.dtype is not None
+    assert signature.reduce_op is not None
+    return SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
+
+
 def _count(signature: Signature, width: int) -> int:
     """Return the number of values of a buffer, or of a rank's block, see `DirectCollectives.bind`."""
     count = (signature.nbytes or 0) // width
@@ -252,7 +261,6 @@ class SharedMemoryChannel(Channel):
         self._yields = _YIELDS if world.oversubscribed else 0
         self._collectives = DirectCollectives(segment, spins=_SPINS, yields=self._yields)
         self._unreadable_since = 0.0
-        self._tables = list[SumTable]()
         self._p2p: PointToPoint | None = None  # until the first message is bound
 
     def bind(self, signature: Signature) -> Start:
@@ -265,13 +273,14 @@ class SharedMemoryChannel(Channel):
             return self._bind_uneven(signature, *_values(signature))
         if signature.algorithm is not None:
             return self._bind_algorithm(signature)
-        state = self.direct(signature)
+        sums = _sums(signature)
+        state = self.direct(signature, sums)
         begin = self.run_by(signature, state, *begin_and_advance())
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
-            return begin(source, target, (message.inputs, message.outputs))
+            return begin(source, target, (message.inputs, message.outputs, sums))
 
         if not signature.async_op and (signature.nbytes or 0) <= _NATIVE:
             native = partial(self._queue.native, *begin_and_advance(), state, check=self._check)
@@ -315,7 +324,7 @@ class SharedMemoryChannel(Channel):
             self._p2p = PointToPoint(self._segment, self._group, yields=self._yields)
         return self._p2p
 
-    def direct(self, signature: Signature) -> Any:
+    def direct(self, signature: Signature, sums: SumTable | None = None) -> Any:
         """Return the state of a direct collective of equal sizes, see `DirectCollectives.bind`."""
         # One state for all calls: the queue begins an operation only after the previous one is done.
         width, kernels = _values(signature)
@@ -326,17 +335,8 @@ class SharedMemoryChannel(Channel):
             kernels,
             signature.root or 0,
             signature.digest(),
-            self._sums(signature),
+            sums,
         )
-
-    def _sums(self, signature: Signature) -> SumTable | None:
-        """Return the reduction of an operation with `sums`; it lives as long as the channel."""
-        if signature.sums is None:
-            return None
-        assert signature.dtype is not None
-        assert signature.reduce_op is not None
-        self._tables.append(SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks))
-        return self._tables[-1]
 
     def run_by(self, signature: Signature, state: Any, begin: Begin, advance: Advance) -> Run:
         """Return the start of operations of a state; the work queue calls `begin` and `advance` in order."""
@@ -388,9 +388,8 @@ class SharedMemoryChannel(Channel):
 
     def _bind_uneven(self, signature: Signature, width: int, kernels: ReduceKernels) -> Start:
         tag, async_op = signature.digest(), signature.async_op
-        pattern = self._collectives.bind(
-            _KERNELS[signature.kind], 0, width, kernels, tag=tag, sums=self._sums(signature)
-        )
+        sums = _sums(signature)
+        pattern = self._collectives.bind(_KERNELS[signature.kind], 0, width, kernels, tag=tag, sums=sums)
         parts = kernels.parts
         group, queue, of_sizes = self._group, self._queue, self._collectives.of_sizes
         move = begin_and_advance()
@@ -404,7 +403,7 @@ class SharedMemoryChannel(Channel):
             source = message.inputs[0].data_ptr() if message.inputs else target
             large = async_op and width * max(sum(sent), sum(expected)) > _IN_THREAD
             begin = queue.bind(*move, state, in_thread=large, check=self._check)
-            poll = begin(source, target, (message.inputs, message.outputs))
+            poll = begin(source, target, (message.inputs, message.outputs, sums))
             return _Uneven(poll, state, message, group, parts)
 
         return start

@@ -94,9 +94,6 @@ PULLS: Final = 3
 # Results of `advance` other than a row.
 _NOTHING: Final = -1
 
-# Words of a message that compiled calls send or receive: address of the state; arguments of `send`, `expect`.
-BOUND: Final = 5
-
 
 @linked
 def _places(state, row):  # type: ignore[no-untyped-def]
@@ -332,7 +329,10 @@ def _state_of(bound):  # type: ignore[no-untyped-def]
 
 
 def send_at() -> tuple[Any, Any]:
-    """Describe `send` as a C function of `BOUND` words, see `images.image`."""
+    """Describe `send` as a C function, see `images.image`, of a message's words and addresses.
+
+    The words: address of the state, row, tag, code of the dtype, bytes.
+    """
 
     def send_there(bound, source, target):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return np.int64(send(_state_of(bound), bound[1], bound[2], bound[3], bound[4], np.int64(0), source))
@@ -341,7 +341,7 @@ def send_at() -> tuple[Any, Any]:
 
 
 def expect_at() -> tuple[Any, Any]:
-    """Describe `expect` as a C function of `BOUND` words."""
+    """Describe `expect` as a C function of the words of `send_at`."""
 
     def expect_there(bound, source, target):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return np.int64(expect(_state_of(bound), bound[1], bound[2], bound[3], bound[4], target))
@@ -350,7 +350,7 @@ def expect_at() -> tuple[Any, Any]:
 
 
 def advance_at() -> tuple[Any, Any]:
-    """Describe `advance` as a C function of `BOUND` words: 1 if the message has been sent or received."""
+    """Describe `advance` as a C function of these words: 1 if the message has been sent or received."""
 
     def advance_there(bound, patient):  # type: ignore[no-untyped-def]
         state = _state_of(bound)

@@ -73,7 +73,8 @@ _INFINITE: Final[dict[torch.dtype, int]] = {
 }
 """Bit pattern of infinity; without the sign, every NaN's pattern is larger."""
 _OPS: Final = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "DIVIDE")
-_CONVERSIONS: Final = ("MIN", "MAX", "VALUE")  # to keys for one of two operations, or back
+_CONVERSIONS: Final = ("MIN", "MAX", "VALUE", "WIDE", "NARROW")
+# To keys for one of two operations, or back; of half types to float32, or back.
 
 
 def _extreme(builder: Any, kind: str, sign: str, a: Any, b: Any) -> Any:
@@ -200,7 +201,7 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
 
 @_numba.extending.intrinsic(prefer_literal=True)
 def _convert(typing_context, dtype, conversion, lanes, target, source):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Convert `lanes` values to keys or back; the first three arguments are constants."""
+    """Convert `lanes` values, see `_CONVERSIONS`; the first three arguments are constants."""
     floating, count = DTYPES[dtype.literal_value], lanes.literal_value
     kind, width = _CONVERSIONS[conversion.literal_value], 8 * floating.itemsize
     bits, key = ir.IntType(width), ir.IntType(max(width, 32))
@@ -216,6 +217,14 @@ def _convert(typing_context, dtype, conversion, lanes, target, source):  # type:
             """Map integers in sign-magnitude order to two's complement order, and back."""
             return builder.xor(value, builder.and_(builder.ashr(value, constant(width - 1)), largest))
 
+        if kind in ("WIDE", "NARROW"):
+            form = _FORMATS[floating]
+            of, to, change = form.stored, _FLOAT, _widened
+            if kind == "NARROW":
+                of, to, change = _FLOAT, form.stored, _narrowed
+            value = builder.load(pointer(args[4], of), align=_width(of))
+            builder.store(change(builder, form, count, value), pointer(args[3], to), align=_width(to))
+            return
         largest = constant((1 << (width - 1)) - 1)
         if kind == "VALUE":
             value = builder.load(pointer(args[4], key), align=key.width // 8)
@@ -250,24 +259,6 @@ def _multiply(typing_context, dtype, target, left, right):  # type: ignore[no-un
             builder.store(value, pointer, align=size)
 
     return _types.void(dtype, _types.int64, _types.int64, _types.int64), generate
-
-
-@_numba.extending.intrinsic(prefer_literal=True)
-def _resize(typing_context, dtype, narrows, lanes, target, source):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Widen `lanes` values to float32, or narrow them; the first three arguments are constants."""
-    form, count = _FORMATS[DTYPES[dtype.literal_value]], lanes.literal_value
-    kinds = (form.stored, 2), (_FLOAT, 4)
-    (of, size), (to, room) = kinds[::-1] if narrows.literal_value else kinds
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
-        stored, made = (
-            builder.inttoptr(at, _spread(kind, count).as_pointer())
-            for kind, at in ((of, args[4]), (to, args[3]))
-        )
-        change = _narrowed if narrows.literal_value else _widened
-        builder.store(change(builder, form, count, builder.load(stored, align=size)), made, align=room)
-
-    return _types.void(dtype, narrows, lanes, _types.int64, _types.int64), generate
 
 
 def _width(element: Any) -> int:
@@ -312,24 +303,6 @@ def kernel(dtype: torch.dtype, op: str) -> tuple[Any, Any]:
             _divide(code, 1, target + index * size, right)
 
     return _described(divide if op == "DIVIDE" else combine)
-
-
-def resizing(dtype: torch.dtype, narrows: int) -> tuple[Any, Any]:
-    """Describe a function that widens values of a half type to float32, or narrows them.
-
-    Its arguments are the addresses of target and source, the number of values, and 0.
-    """
-    code, _, lanes = _steps(dtype)
-    to, of = (2, 4) if narrows else (4, 2)
-
-    def resize(target, source, count, unused):  # type: ignore[no-untyped-def]  # noqa: ARG001
-        whole = count // lanes
-        for block in range(whole):
-            _resize(code, narrows, lanes, target + block * lanes * to, source + block * lanes * of)
-        for index in range(whole * lanes, count):
-            _resize(code, narrows, 1, target + index * to, source + index * of)
-
-    return _described(resize)
 
 
 def tree() -> tuple[Any, Any]:
@@ -404,7 +377,7 @@ def conversion(dtype: torch.dtype, kind: str) -> tuple[Any, Any]:
     """Describe a conversion function of the addresses of target and source, and the number of values."""
     (code, size, lanes), which = _steps(dtype), _CONVERSIONS.index(kind)
     key = max(size, 4)
-    to, of = (size, key) if kind == "VALUE" else (key, size)
+    to, of = (size, key) if kind in ("VALUE", "NARROW") else (key, size)
 
     def convert(target, source, count, unused):  # type: ignore[no-untyped-def]  # noqa: ARG001
         whole = count // lanes

@@ -100,9 +100,9 @@ def keys_for(dtype: torch.dtype, op: ReduceOp) -> Keys:
 
 _KERNEL: Final = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 LEVELS: Final = 14
-"""Buffers of a tree over up to 8,192 ranks."""
+"""Most values that a tree over up to 8,192 ranks keeps; each has a buffer."""
 PIECE: Final = 8 << 10
-"""Bytes of a buffer of a tree."""
+"""Bytes of such a buffer."""
 LANES: Final = 512
 """Values that are added up exactly at a time; their sums stay in the nearest cache."""
 LIMBS: Final = 72
@@ -122,26 +122,28 @@ class SumTable:
         kernels = kernels_for(torch.float32 if half else dtype, op)
         if sums == "exact":
             self.function = c_kernel(_EXACT, "exact", dtype is torch.float64).address
-            words = 4 * LANES + LIMBS + ranks
+            memory = 4 * LANES + LIMBS + ranks
         else:
-            self.function, words = _address("tree"), LEVELS * (1 + PIECE // 8)
-        self._memory = np.empty(words, np.int64)
-        resize = [_address("resizing", dtype, narrows) if half else 0 for narrows in (0, 1)]
+            self.function = _address("tree")
+            memory = LEVELS + (1 + ranks.bit_length()) * (PIECE // 8)
+        self._memory = np.empty(memory, np.int64)
+        resize = [_address("conversion", dtype, how) if half else 0 for how in ("WIDE", "NARROW")]
         width = dtype.itemsize // kernels.parts
         self.words: Any = np.array(
             [*[0] * ranks, self._memory.ctypes.data, kernels.combine, width, *resize], np.int64
         )
         self._ranks, self._per_element = ranks, kernels.parts
-        self._divide = kernels_for(dtype, op).divide
+        self._numbers, self._sum = np.arange(ranks), _KERNEL(self.function)
+        divide = kernels_for(dtype, op).divide
+        self._divide = _KERNEL(divide) if divide else None
 
     def reduce(self, parts: torch.Tensor, out: torch.Tensor) -> None:
         """Reduce `parts` of all ranks, one after the other, into `out`: both flat and contiguous."""
-        for rank, part in enumerate(parts.view(self._ranks, -1)):
-            self.words[rank] = part.data_ptr()
-        count = out.numel() * self._per_element
-        _KERNEL(self.function)(out.data_ptr(), self.words.ctypes.data, self._ranks, count)
-        if self._divide:
-            _KERNEL(self._divide)(out.data_ptr(), out.data_ptr(), self._ranks, count)
+        target, count = out.data_ptr(), out.numel() * self._per_element
+        self.words[: self._ranks] = parts.data_ptr() + self._numbers * out.nbytes
+        self._sum(target, self.words.ctypes.data, self._ranks, count)
+        if self._divide is not None:
+            self._divide(target, target, self._ranks, count)
 
 
 def _address(name: str, *arguments: Any) -> int:

@@ -109,3 +109,53 @@ def test_every_library_gives_the_bits_of_the_oracle(ranks: int, sums: str, libra
     via: Any = "mpi" if library == "mpi" else "torch"
     for result in run_ranks(run, ranks, args=[sums, library], via=via):
         assert result.value == []
+
+
+WRAPPED: dict[str, Any] = {
+    "failover": [{"select": {}}, {"dispatch": {"failover": True}}],
+    "verify": [{"select": {}}, {"dispatch": {"verify": "every"}}],
+    "steps": [{"hierarchical": {"ranks_per_node": 2}}, {"select": {}}, {"dispatch": {}}],
+}
+
+
+def beside(sums: str) -> list[str]:
+    """Use `sums` with other options, and with what it refuses; return what is wrong."""
+    wrong: list[str] = []
+    for name, pipeline in WRAPPED.items():
+        config: Any = {"version": 1, "backends": ["msccl", "gloo"], "pipeline": pipeline}
+        with mcr.init({**config, "numerics": {"sums": sums}}) as comm:
+            for size in (900, 5003):
+                rows = [values(rank, size, torch.float32) for rank in range(comm.size)]
+                x = rows[comm.rank].clone()
+                mcr.all_reduce(x)
+                if not torch.equal(x, expected(rows, sums)):
+                    wrong.append(f"{name} {size}")
+    codec = [{"compress": {"codec": "int8_block"}}, {"select": {}}, {"dispatch": {}}]
+    with mcr.init(
+        {"version": 1, "backends": ["msccl"], "numerics": {"sums": sums}, "pipeline": codec}
+    ) as comm:
+        rows = [values(rank, 5003, torch.float32) for rank in range(comm.size)]
+        x = rows[comm.rank].clone()
+        mcr.all_reduce(x)  # a codec's sums are its own, but for exact ones
+        if torch.equal(x, expected(rows, sums)) != (sums == "exact"):
+            wrong.append("codec of the pipeline")
+        for calls in (
+            lambda: mcr.all_reduce(x, sums="exact", compress="int8_block"),
+            lambda: mcr.all_reduce(x, sums="fixed", compress=False, backend="msccl:ring"),
+        ):
+            with pytest.raises(mcr.Unsupported):
+                calls()
+        for wrongly in (
+            lambda: mcr.broadcast(x, 0, sums="fixed"),
+            lambda: mcr.all_reduce(x, sums="exakt"),  # type: ignore[arg-type]
+            lambda: mcr.all_reduce(x, mcr.PRODUCT, sums="exact", compress=False),
+        ):
+            with pytest.raises(mcr.InvalidArgument):
+                wrongly()
+    return wrong
+
+
+@pytest.mark.parametrize("sums", ["fixed", "exact"])
+def test_sums_beside_other_options(sums: str) -> None:
+    for result in run_ranks(beside, 4, args=[sums], via="torch"):
+        assert result.value == []

@@ -28,7 +28,9 @@ def dying_in_init(step: str, victim: int) -> dict[str, Any]:
     if own_rank() == victim:
         module, name = STEPS[step]
         setattr(module, name, die)
-    return told_by(lambda: mcr.init(RUN))
+    told = told_by(lambda: mcr.init(RUN))
+    meet("told", 2)  # a rank that ends would be lost, too
+    return told
 
 
 @pytest.mark.parametrize(

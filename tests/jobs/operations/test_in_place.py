@@ -166,6 +166,7 @@ def overlaps(way: int | None, backend: str) -> list[str]:
 WAYS = {"by trials": None, "past caches": words.PAST_CACHES, "in place": words.IN_PLACE}
 
 
+@pytest.mark.short("3-")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_block_inside_the_other_buffer(ranks: int, way: str) -> None:

@@ -155,6 +155,7 @@ def beside(sums: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.short("fixed")
 @pytest.mark.parametrize("sums", ["fixed", "exact"])
 def test_sums_beside_other_options(sums: str) -> None:
     for result in run_ranks(beside, 4, args=[sums], via="torch"):

@@ -349,7 +349,9 @@ def test_threads_end_and_a_superseded_connection_is_closed() -> None:
             time.sleep(0.01)
         assert first._socket.fileno() < 0
         second.close()
-    assert not [each for each in threading.enumerate() if each not in before and each.is_alive()]
+    # A wait of another test's job on a busy machine may have begun its thread meanwhile.
+    left = [each for each in threading.enumerate() if each not in before and each.name != "mcr_plus waits"]
+    assert not [each for each in left if each.is_alive()]
 
 
 def connected_pair() -> tuple[links.StreamConnection, links.StreamConnection]:

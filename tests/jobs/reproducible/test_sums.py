@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,6 +12,9 @@ from unit.test_ordered_sums import exact_sum
 
 import mcr_plus as mcr
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SIZES = (1, 5, 1000, 4097, 70_001, 600_003)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -139,19 +142,19 @@ def beside(sums: str) -> list[str]:
         mcr.all_reduce(x)  # a codec's sums are its own, but for exact ones
         if torch.equal(x, expected(rows, sums)) != (sums == "exact"):
             wrong.append("codec of the pipeline")
-        for calls in (
+        unsupported: list[Callable[[], Any]] = [
             lambda: mcr.all_reduce(x, sums="exact", compress="int8_block"),
             lambda: mcr.all_reduce(x, sums="fixed", compress=False, backend="msccl:ring"),
-        ):
-            with pytest.raises(mcr.Unsupported):
-                calls()
-        for wrongly in (
+        ]
+        invalid: list[Callable[[], Any]] = [
             lambda: mcr.broadcast(x, 0, sums="fixed"),
             lambda: mcr.all_reduce(x, sums="exakt"),  # type: ignore[arg-type]
             lambda: mcr.all_reduce(x, mcr.PRODUCT, sums="exact", compress=False),
-        ):
-            with pytest.raises(mcr.InvalidArgument):
-                wrongly()
+        ]
+        for calls, error in ((unsupported, mcr.Unsupported), (invalid, mcr.InvalidArgument)):
+            for call in calls:
+                with pytest.raises(error):
+                    call()
     return wrong
 
 

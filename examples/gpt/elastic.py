@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,27 +19,50 @@ _EVERY = 10  # steps between two lines of progress
 _BATCHES = 8  # of the held-out text
 
 
-def train(shape: Shape, corpus: Corpus, config: Path, batch: int, steps: int, lr: float, seed: int) -> float:
+def train(
+    shape: Shape,
+    corpus: Corpus,
+    config: Path,
+    batch: int,
+    steps: int,
+    lr: float,
+    seed: int,
+    micro_batches: int | None = None,
+) -> float:
     """Train data parallel in an elastic loop; returns the loss on held-out text.
 
     The text of a step is cut into as many streams as the job was started with ranks, each of `batch` windows.
-    The ranks that there are share them, so that losses do not depend on the number of ranks.
+    The ranks that there are share them, so that losses do not depend on the number of ranks. With
+    `micro_batches` there are so many streams, each a backward pass of its own, and gradients are added up
+    exactly: then nothing at all depends on the ranks.
     """
     mcr.init(str(config))
-    streams = int(os.environ.get("WORLD_SIZE", "1"))
+    streams = micro_batches or int(os.environ.get("WORLD_SIZE", "1"))
+    if streams < mcr.get_world_size():
+        raise mcr.InvalidArgument(
+            f"--micro-batches: expected at least one for each of {mcr.get_world_size()} ranks, got {streams}"
+        )
+    if micro_batches:
+        torch.set_num_threads(1)  # the same additions in every product of matrices
     model = LanguageModel(shape, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    mcr.wrap(model, optimizer)
+    mcr.wrap(model, optimizer, accumulate="exact" if micro_batches else "fast")
     began = time.perf_counter()
     for step in mcr.elastic(model, optimizer, steps=steps):
         with step:
             rank, ranks = mcr.get_rank(), mcr.get_world_size()
             own = range(rank, streams, ranks)
-            windows = torch.cat([corpus.windows(step.number, stream, batch) for stream in own])
+            windows = [corpus.windows(step.number, stream, batch) for stream in own]
             optimizer.zero_grad()
-            loss = model(windows).text
-            # The mean over ranks of these is the mean over streams, however many each rank has.
-            (loss * (len(own) * ranks / streams)).backward()
+            if micro_batches:
+                for each in windows:
+                    with nullcontext() if each is windows[-1] else mcr.no_sync(model):
+                        loss = model(each).text
+                        loss.backward()
+            else:
+                loss = model(torch.cat(windows)).text
+                # The mean over ranks of these is the mean over streams, however many each rank has.
+                (loss * (len(own) * ranks / streams)).backward()
             optimizer.step()
             if rank == 0 and step.number % _EVERY == _EVERY - 1:
                 print(
@@ -54,5 +79,9 @@ def train(shape: Shape, corpus: Corpus, config: Path, batch: int, steps: int, lr
     mcr.all_reduce(loss)
     if mcr.get_rank() == 0:
         print(f"held-out loss {loss.item():.4f} nats per byte", flush=True)
+        bits = hashlib.sha256()
+        for param in model.parameters():
+            bits.update(param.detach().numpy().data)
+        print(f"sha256 of the parameters {bits.hexdigest()[:16]}", flush=True)
     mcr.finalize()
     return loss.item()

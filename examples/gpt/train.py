@@ -5,6 +5,7 @@
     mcr-plus run -n 2 examples/gpt/train.py --compare            the same job on each library
     mcr-plus run -n 3 --min-ranks 2 --restart-failed 5 examples/gpt/train.py --elastic
                                                                  kill ranks: the others go on, they come back
+    mcr-plus run -n 2 examples/gpt/train.py --sums exact         the same parameters on any number of ranks
     mcr-plus run -n 2 examples/gpt/train.py --local [--compare]  outer steps (mcr.local), for slow links
 
 `../common` has what the examples share, the layers that are spread over ranks too (`tensor_parallel.py`).
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
@@ -42,6 +43,13 @@ def main(
     elastic_: Annotated[
         bool, typer.Option("--elastic", help="go on when ranks are lost, and take them in again")
     ] = False,
+    sums: Annotated[
+        Literal["fast", "exact"],
+        typer.Option(help="exact: --elastic, and the same parameters on any number of ranks"),
+    ] = "fast",
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="of a step, on all ranks together, with --sums exact")
+    ] = 4,
     local: Annotated[
         bool, typer.Option("--local", help="inner and outer steps; with --compare beside DDP and mcr.wrap")
     ] = False,
@@ -78,7 +86,8 @@ def main(
     describe: options.Describe = None,
 ) -> None:
     """Train a transformer over several ranks; say how well it learned and where the time went."""
-    if elastic_:
+    exact = sums == "exact"
+    if elastic_ or exact:
         others = {
             "--tensor-parallel": tensor_parallel_,
             "--local": local,
@@ -89,12 +98,13 @@ def main(
             "--beta1": beta1 != BETA1,
         }
         for option in [name for name, is_given in others.items() if is_given]:
-            raise typer.BadParameter("does not go with --elastic", param_hint=option)
+            given_ = "--sums exact" if exact else "--elastic"
+            raise typer.BadParameter(f"does not go with {given_}", param_hint=option)
     given = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence}
-    if elastic_:
+    if elastic_ or exact:
         shape = read_shape(Shape, model, given)
         corpus = read_corpus(data, shape.sequence, seed)
-        elastic.train(shape, corpus, config, batch, steps, lr, seed)
+        elastic.train(shape, corpus, config, batch, steps, lr, seed, micro_batches if exact else None)
         return
     if local:
         if tensor_parallel_ or comms != "mix" or trace or record or beta1 != BETA1:

@@ -130,6 +130,22 @@ def _reductions() -> None:
                 kernels_for(dtype, op)
 
 
+def _sums() -> None:
+    import torch
+
+    from mcr_plus.backends.shm.reductions import SumTable
+    from mcr_plus.kernels.compiling import preparing
+    from mcr_plus.reproducible.accumulators import ExactSums
+
+    with preparing("sums"):
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            for sums in ("fixed", "exact"):
+                SumTable(sums, dtype, "AVG", 2)
+        one = ExactSums(1)
+        for value in (1.0, 2.0**-60):  # the second has an error
+            one.add(torch.tensor([value]), 0)
+
+
 def _buffers() -> None:
     from mcr_plus.kernels import pack
 
@@ -170,6 +186,7 @@ def _checksums() -> None:
 _LIBRARIES: Final = {
     "msccl": _shared_memory,
     "reductions": _reductions,
+    "sums": _sums,
     "fused buffers": _buffers,
     "plans": _plans,
     "experts": _experts,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -21,12 +21,18 @@ from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.bucket import Bucket
 
+if TYPE_CHECKING:
+    from mcr_plus.reproducible.accumulators import ExactSums
+
 _TURNS: Final = 3  # tensors of a bucket with failover
 
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A parameter and its place in a bucket: `views` into the bucket's tensors, and `view` for this pass."""
+    """A parameter and its place in a bucket: `views` into the bucket's tensors, and `view` for this pass.
+
+    `is_summed`: its bucket's `sums` have a gradient of it.
+    """
 
     index: int
     name: str
@@ -36,6 +42,7 @@ class ParameterSlot:
     views: list[torch.Tensor] = field(default_factory=list)
     view: torch.Tensor | None = None
     ready: bool = False
+    is_summed: bool = False
 
 
 @dataclass(eq=False)
@@ -43,7 +50,7 @@ class Flat:
     """Memory of a bucket, and the state of its operation.
 
     `memory`: one tensor that is reduced in place, or the tensors used in turn. `turn`: the index of the
-    tensor that holds the gradients of this pass.
+    tensor that holds the gradients of this pass. `sums`: exact ones, which `values` gets the means of.
     """
 
     memory: list[torch.Tensor]
@@ -56,6 +63,7 @@ class Flat:
     missing: int = 0
     work: Work | None = None
     turn: int = 0
+    sums: ExactSums | None = None
 
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
@@ -77,7 +85,9 @@ class Flat:
             self.turn = (self.turn + 1) % len(self.memory)
         self.missing, self.work = len(self.slots), None
         for slot in self.slots:
-            slot.ready, slot.view = False, slot.views[self.turn]
+            slot.ready, slot.view, slot.is_summed = False, slot.views[self.turn], False
+        if self.sums is not None:
+            self.sums.reset()
 
 
 def keeps_inputs(comm: Communicator, values: torch.Tensor) -> bool:
@@ -124,17 +134,40 @@ def move_into_bucket(slot: ParameterSlot) -> None:
     if grad is None:
         view.zero_()
     elif grad is not view:
-        if grad.is_sparse:
-            raise Unsupported(f"the gradient of '{slot.name}' is sparse; build the layer with sparse=False")
-        if grad.requires_grad:
-            raise Unsupported(f"the gradient of '{slot.name}' has a graph (create_graph=True)")
-        if grad.shape != view.shape or grad.dtype != view.dtype:
-            raise InvalidArgument(
-                f"the gradient of '{slot.name}' is {list(grad.shape)} of {grad.dtype}; "
-                f"expected {list(view.shape)} of {view.dtype}"
-            )
+        _check(grad, slot, view)
         view.copy_(grad)
         param.grad = view
+
+
+def add_to_sums(slot: ParameterSlot) -> None:
+    """Add the parameter's gradient to the sums of its bucket, and take it from the parameter."""
+    grad, view, flat = slot.param.grad, slot.view, slot.flat
+    assert grad is not None
+    assert view is not None
+    assert flat is not None
+    assert flat.sums is not None
+    if grad is view:
+        raise InvalidArgument(
+            f"the gradient of '{slot.name}' in the last step is still there, and is not exact; "
+            "call optimizer.zero_grad() before the first backward pass of a step"
+        )
+    _check(grad, slot, view)
+    if grad.stride() != view.stride():
+        grad = view.copy_(grad)
+    flat.sums.add(grad.as_strided((grad.numel(),), (1,)), int(view.storage_offset()))
+    slot.param.grad, slot.is_summed = None, True
+
+
+def _check(grad: torch.Tensor, slot: ParameterSlot, view: torch.Tensor) -> None:
+    if grad.is_sparse:
+        raise Unsupported(f"the gradient of '{slot.name}' is sparse; build the layer with sparse=False")
+    if grad.requires_grad:
+        raise Unsupported(f"the gradient of '{slot.name}' has a graph (create_graph=True)")
+    if grad.shape != view.shape or grad.dtype != view.dtype:
+        raise InvalidArgument(
+            f"the gradient of '{slot.name}' is {list(grad.shape)} of {grad.dtype}; "
+            f"expected {list(view.shape)} of {view.dtype}"
+        )
 
 
 def _parts(slots: Sequence[ParameterSlot], begins: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -90,9 +90,9 @@ def is_skipped(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "mcr_skip", False))
 
 
-def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise `InvalidArgument` on every rank unless all ranks have the same parameters."""
-    own = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
+def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]], *options: str) -> None:
+    """Raise `InvalidArgument` on every rank unless all ranks have the same parameters and options."""
+    own = [*options, *(f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named)]
     phrase = comm.opened.group.named
     for rank, other in enumerate(comm.all_gather_object(own)):
         if other != own:

@@ -19,6 +19,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -36,13 +37,14 @@ from mcr_plus.errors import McrError
 from mcr_plus.fusion.bucket import Bucket, BucketEntry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.training.bucket_plan import all_reduce_costs, default_limits, earliest, first_waiting
-from mcr_plus.training.flat import Flat, ParameterSlot, flat_of, move_into_bucket
+from mcr_plus.training.flat import Flat, ParameterSlot, add_to_sums, flat_of, move_into_bucket
 from mcr_plus.training.trials import trials
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.auto_plan import AutoPlan
     from mcr_plus.bucketing.compiled import CompiledCall
     from mcr_plus.bucketing.saved import SavedPlan
+    from mcr_plus.reproducible.accumulators import ExactPasses
 
 _log = logging.getLogger("mcr_plus")
 _MEASURED_PASS: Final = 3  # `plan: exact` uses the times of this pass; earlier ones allocate and warm up
@@ -71,10 +73,18 @@ class Reducer:
 
     Operations are issued in a separate group. A rank without a gradient for some parameter sends that bucket
     late, which must not change the order of the program's own operations. `branch`: its name, or None.
+
+    `exact`: passes are added up exactly, see `reproducible.accumulators`. A parameter then has no gradient
+    from pass to pass.
     """
 
     def __init__(
-        self, params: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator, branch: str | None = None
+        self,
+        params: Sequence[tuple[str, torch.nn.Parameter]],
+        comm: Communicator,
+        branch: str | None = None,
+        *,
+        exact: ExactPasses | None = None,
     ) -> None:
         self._group = comm.name
         for param in {id(param): param for _, param in params}.values():
@@ -82,6 +92,9 @@ class Reducer:
                 before.detach()
         self.comm = comm = comm.branch_named(branch)
         self.syncing, self.keeps, self.detached, config = True, False, False, comm.config
+        self.exact = exact
+        if exact is not None:
+            exact.reset()
         fuse = comm.stage_options("fuse")
         named = isinstance(fuse, FuseOptions)
         self._limits = fuse if named else default_limits(comm, [param for _, param in params])
@@ -133,7 +146,7 @@ class Reducer:
         self._hooks = [
             slot.param.register_post_accumulate_grad_hook(self._hook(slot.index))
             for slot in self._slots
-            if comm.size > 1
+            if comm.size > 1 or exact is not None
         ]
         for dead in [key for key, found in _reducers.items() if found() is None]:
             del _reducers[dead]
@@ -179,6 +192,9 @@ class Reducer:
         self.comm.take_over()
         if self.active:
             self._complete(failed=True)
+        elif self.exact is not None and self.exact.has_failed():
+            _log.warning("a backward pass in mcr.no_sync failed; all passes of this step have to be repeated")
+            self._reset()
 
     def note_step(self) -> None:
         """Warn once if gradients of a step were set by the program, and are this rank's alone.
@@ -249,6 +265,11 @@ class Reducer:
             flat_of(self.comm, [self._slots[index] for index in bucket.members], bucket, choice)
             for bucket, choice in zip(plan, choices or [Choice()] * len(plan), strict=True)
         ]
+        if self.exact is not None:
+            from mcr_plus.reproducible.accumulators import ExactSums
+
+            for flat in self._flats:
+                flat.sums = ExactSums(flat.values.numel())
 
     def _given(self) -> SavedPlan | None:
         """Return the plan from a file or a loaded state; None without one."""
@@ -309,8 +330,14 @@ class Reducer:
                 owner._is_ready(owner._slots[index])
             elif owner is not None:
                 owner.keeps = True  # until a pass averages the gradients that this one accumulates
+                owner._sum(owner._slots[index])
 
         return ready
+
+    def _sum(self, slot: ParameterSlot) -> None:
+        if self.exact is not None:
+            self.exact.note()
+            add_to_sums(slot)
 
     def _is_ready(self, slot: ParameterSlot) -> None:
         task = torch._C._current_graph_task_id()
@@ -323,7 +350,9 @@ class Reducer:
                 "pipeline: either reentrant checkpoints share the parameter (use_reentrant=False helps), or "
                 "a backward pass that raised was repeated without a forward pass"
             )
-        move_into_bucket(slot)
+        if self.exact is None:
+            move_into_bucket(slot)
+        self._sum(slot)
         slot.ready = True
         for ready in self.comm.hooks.ready:
             ready(slot.param)
@@ -351,6 +380,13 @@ class Reducer:
                 gap.zero_()
         for carries in self.comm.hooks.carries:
             carries([slot.param for slot in flat.slots])
+        if flat.sums is not None and self.exact is not None:
+            values, into = flat.sums.of_passes(self.exact.number + 1)
+            flat.work = self.comm.send_bucket(
+                values, SUM, members=len(flat.slots), into=into, backend=flat.backend, compress=False,
+                tag=TAG, sums="exact",
+            )  # fmt: skip
+            return
         flat.work = self._issue(
             flat.values,
             flat.backend,
@@ -390,10 +426,10 @@ class Reducer:
     def _complete(self, *, failed: bool) -> None:
         """Send the remaining buckets, wait for all of them, and assign the means."""
         self._computed = perf_counter()
-        for slot in self._slots:
+        for slot in self._slots if self.exact is None else ():
             if not slot.ready:
                 move_into_bucket(slot)
-        used = [slot.param.grad is not None for slot in self._slots]
+        used = [slot.is_summed or slot.param.grad is not None for slot in self._slots]
         captured, kind = self._captured, 0
         if self.comm.rank == 0:
             kind = _WHOLE * (len(self._order) == sum(used)) + _CAPTURED * captured
@@ -412,12 +448,17 @@ class Reducer:
                 for flat in self._flats:
                     assert flat.work is not None
                     self._auto.used[flat.nbytes] = flat.work.info.backend
+            for flat in self._flats:
+                if flat.sums is not None:
+                    flat.sums.write_means(flat.means, partial(self.comm.all_gather_object, tag=TAG))
         finally:
             self._reset()
         self._assign(raised=failed)
 
     def _reset(self) -> None:
         self._task, self._next, self.keeps = None, 0, False
+        if self.exact is not None:
+            self.exact.reset()
         for flat in self._flats:
             flat.reset()
 

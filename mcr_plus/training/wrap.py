@@ -8,14 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch.nn.utils import stateless
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.gradient_policy import TAG, policy_for
 from mcr_plus.communicator.transfer import broadcast_tensors
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.job.hooks import Follower
 from mcr_plus.job.init import member_of
 from mcr_plus.training.distributed_optimizer import averaged_optimizers
@@ -32,7 +33,9 @@ from mcr_plus.training.reducer import Reducer
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.compiled import CompiledCall
+    from mcr_plus.reproducible.accumulators import ExactPasses
 
+Accumulate = Literal["fast", "exact"]
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -55,6 +58,7 @@ class _Wrapped(_Inert):
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
         branch: str | None = None,
+        exact: ExactPasses | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.optimizer = weakref.ref(optimizer)
@@ -67,7 +71,7 @@ class _Wrapped(_Inert):
         params, _ = _held(model)
         self.parameters = len(params)
         self.trained = {id(param): param for param in params if param.requires_grad}
-        self.reducer = Reducer(self.named, comm, branch)
+        self.reducer = Reducer(self.named, comm, branch, exact=exact)
         self.is_compiled = False
         self.handles = [
             model.register_forward_pre_hook(self.before_forward),
@@ -143,7 +147,8 @@ class _Wrapped(_Inert):
         a backward pass whose gradients are being averaged.
         """
         refuse_within_backward(self.reducer)
-        keeps = self.reducer.keeps and any(param.grad is not None for _, param in self.named)
+        summed = self.reducer.exact is not None
+        keeps = self.reducer.keeps and (summed or any(param.grad is not None for _, param in self.named))
         if keeps or (has_closure and not self.reducer.syncing):
             raise InvalidArgument(
                 "optimizer.step: the gradients are of this rank alone, as the last backward pass was within "
@@ -183,7 +188,11 @@ class _Wrapped(_Inert):
 
 
 def wrap(
-    model: ModelT, optimizer: OptimizerT, *, group: Communicator | None = None
+    model: ModelT,
+    optimizer: OptimizerT,
+    *,
+    group: Communicator | None = None,
+    accumulate: Accumulate = "fast",
 ) -> tuple[ModelT, OptimizerT]:
     """Make training data parallel over `group` (None: the whole job); returns the same two objects.
 
@@ -197,6 +206,11 @@ def wrap(
     are ignored. `with mcr.no_sync(model):` accumulates without communication. Wrapping again replaces the
     first wrapping: do so on all ranks after adding, removing, freezing or unfreezing parameters.
 
+    With `accumulate="exact"` the mean is over all backward passes of all ranks since the last step, those in
+    `no_sync` among them, of exact sums: the same bits however many passes each rank has had, and in which
+    order (docs/reproducible.md). So losses are not divided by the number of passes, and `grad` is None from
+    pass to pass. A gradient takes 16 bytes per element more, and is sent as float64.
+
     The pipeline's fuse stage sets the bucket sizes, by default 25 MiB and 1 MiB for the first. All ranks
     must run the same forward and backward passes. A parameter has one wrapping or `DistributedOptimizer`: a
     later one replaces an earlier one.
@@ -209,14 +223,18 @@ def wrap(
         model: in training or evaluation mode; changed in place.
         optimizer: of any class, with at least one parameter of the model.
         group: the ranks that train the model together; None is the whole job.
+        accumulate: "fast", as autograd adds up passes, or "exact"; the same on all ranks.
 
     Raises:
         InvalidArgument: `model` or `optimizer` has another type, the optimizer has no parameter of the model,
-            a parameter of a lazy module has no shape yet, or ranks have different parameters. Raised by the
+            a parameter of a lazy module has no shape yet, ranks have different parameters or `accumulate`, or
+            a rule gives a gradient that is added up exactly a codec. Raised by the
             next forward pass, or by `step()` of any optimizer of these parameters: parameters were added,
             replaced, unfrozen or removed, or (`step()` of this optimizer only) frozen. Raised by `step()`:
             all gradients come from passes in `no_sync`.
-        Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`).
+        Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`). With
+            `accumulate="exact"`: a parameter is not of float32, bfloat16 or float16 in host memory, or a
+            backward pass has reentrant checkpoints.
 
     Example:
         ```python
@@ -237,12 +255,13 @@ def wrap(
     if not any(id(param) in held for param in model.parameters()):
         raise InvalidArgument("optimizer: holds none of the model's parameters, so it cannot train the model")
     refuse_lazy((*model.named_parameters(), *model.named_buffers()))
-    compare(comm, trainable(model))
+    exact = _exact_passes(trainable(model), comm, accumulate)
+    compare(comm, trainable(model), f"accumulate={accumulate!r}")
     both = [*model.parameters(), *model.buffers()]
     broadcast_tensors([tensor for tensor in both if not is_skipped(tensor)], comm)
     if (before := _wrapped.pop(model, None)) is not None:
         before.detach()
-    _wrapped[model] = _Wrapped(model, optimizer, comm)
+    _wrapped[model] = _Wrapped(model, optimizer, comm, exact=exact)
     return model, optimizer
 
 
@@ -274,8 +293,33 @@ def followers_of(groups: Sequence[Communicator]) -> list[Follower]:
 
 
 def _move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, branch: str) -> None:
-    _wrapped[model].detach()
-    _wrapped[model] = _Wrapped(model, optimizer, comm, branch)
+    before = _wrapped[model]
+    before.detach()
+    _wrapped[model] = _Wrapped(model, optimizer, comm, branch, before.reducer.exact)
+
+
+def _exact_passes(
+    named: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator, accumulate: Accumulate
+) -> ExactPasses | None:
+    """Return what counts passes that are added up exactly; raises for gradients that cannot be."""
+    if accumulate not in get_args(Accumulate):
+        raise InvalidArgument(f"accumulate: expected 'fast' or 'exact', got {accumulate!r}")
+    if accumulate == "fast":
+        return None
+    from mcr_plus.reproducible.accumulators import DTYPES, ExactPasses
+
+    for name, param in named:
+        if param.dtype not in DTYPES or param.device.type != "cpu":
+            raise Unsupported(
+                f"accumulate='exact': '{name}' is of {param.dtype} on {param.device.type}; expected float32, "
+                "bfloat16 or float16 in host memory"
+            )
+        if policy_for(comm.config, name, param.shape, param.nbytes, param.dtype, TAG, comm.size).encoded:
+            raise InvalidArgument(
+                f"accumulate='exact': the configuration gives the gradient of '{name}' a codec, which is not "
+                f"exact; add a rule `match: {{tag: {TAG}}}` with `compress: {{codec: none}}` before others"
+            )
+    return ExactPasses()
 
 
 @contextmanager

@@ -7,8 +7,9 @@ rank, in a step, after so many restarts of the rank, and where in it; step -1 is
 With "precopy", newcomers get a state of any size beforehand, and deaths may also be "giving" or "receiving"
 it, whatever the step. A step of fewer than "full" ranks takes "nap" seconds more, each of the last ten steps
 "last_nap", and a rank that is started again waits for "late" seconds. With "logs", a rank that dies in a
-"step" does so once the others have made it. Each rank writes what it has at the end to FOLDER/end.RANK. See
-tests/jobs/elasticity/test_elastic.py.
+"step" does so once the others have made it. With "exact", every window is a backward pass, and they are added
+up exactly, in float32; deaths may also be "between" passes. Each rank writes what it has at the end to
+FOLDER/end.RANK. See tests/jobs/elasticity/test_elastic.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,12 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(WINDOWS, 6, generator=generator, dtype=torch.float64)
     return x, x.sum(1, keepdim=True).sin()
+
+
+def window_loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, window: int) -> torch.Tensor:
+    """The loss of one window in float32; of some it is so small that float64 cannot add their gradients."""
+    loss: torch.Tensor = (model(x[window].float()) - y[window].float()).square().sum()
+    return loss * 2.0 ** (-30 * (window % 3))
 
 
 class Counter:
@@ -112,7 +120,8 @@ def main(folder: str, text: str) -> None:
     if plan.get("other_model") and restarts:
         model = torch.nn.Linear(6, 2)
         optimizer = torch.optim.Adam(model.parameters())
-    mcr.wrap(model, optimizer)
+    exact = plan.get("exact", False)
+    mcr.wrap(model.float() if exact else model, optimizer, accumulate="exact" if exact else "fast")
     sampler, seen = Counter(), []
     places, sent = {where for _, where in deaths}, list[int]()
     plan.setdefault("precopy", False)
@@ -130,9 +139,16 @@ def main(folder: str, text: str) -> None:
             x, y = data(step.number)
             own = range(rank, WINDOWS, ranks)
             optimizer.zero_grad()
-            loss = (model(x[own]) - y[own]).square().sum() * (ranks / WINDOWS)
             maybe_die(step.number, "forward")
-            loss.backward()
+            if exact:
+                for window in own:
+                    with nullcontext() if window == own[-1] else mcr.no_sync(model):
+                        loss = window_loss(model, x, y, window)
+                        loss.backward()
+                    maybe_die(step.number, "between")
+            else:
+                loss = (model(x[own]) - y[own]).square().sum() * (ranks / WINDOWS)
+                loss.backward()
             maybe_die(step.number, "backward")
             optimizer.step()
             maybe_die(step.number, "step")

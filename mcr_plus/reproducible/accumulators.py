@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.autograd import Variable
 
+from mcr_plus.backends.shm.exact_kernels import is_inexact
 from mcr_plus.backends.shm.reductions import SumTable
 from mcr_plus.errors import Unsupported
 from mcr_plus.kernels import cpu
@@ -29,22 +30,23 @@ _TAIL: Final = 2  # elements behind a bucket: the number of passes, and 1 if the
 @cpu.compiled
 def _add(sums, addends, errors, has_errors, lo, hi):  # type: ignore[no-untyped-def]
     """Add chunks with `has_errors`; write the errors of chunks that have any (Knuth's TwoSum)."""
-    lost = np.empty(_CHUNK, np.float64)
+    earlier = np.empty(_CHUNK, np.float64)
     for chunk in range(lo, hi):
         if not has_errors[chunk]:
             continue
         begin = chunk * _CHUNK
-        size, some = min(_CHUNK, addends.size - begin), False
+        size, inexact = min(_CHUNK, addends.size - begin), np.int64(0)
         for i in range(size):
             addend, before = np.float64(addends[begin + i]), sums[begin + i]
             total = before + addend
-            part = total - before
-            lost[i] = (before - (total - part)) + (addend - part)
-            sums[begin + i] = total
-            some |= lost[i] != 0.0
+            inexact |= is_inexact(total, before, addend)
+            earlier[i], sums[begin + i] = before, total
         has_errors[chunk] = False
-        for i in range(size if some else 0):
-            error = lost[i] if abs(sums[begin + i]) < np.inf else 0.0  # NaN and infinity stay what they are
+        for i in range(size if inexact else 0):
+            addend, before, total = np.float64(addends[begin + i]), earlier[i], sums[begin + i]
+            part, error = total - before, 0.0
+            if abs(total) < np.inf:  # NaN and infinity stay what they are
+                error = (before - (total - part)) + (addend - part)
             errors[begin + i] = error
             has_errors[chunk] |= error != 0.0
 

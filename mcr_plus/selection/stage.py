@@ -8,6 +8,8 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Support
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 # about 256 KiB on, where gloo takes half as long, and for large operations beside a computation, during which
 # gloo's threads go on and MPI waits to be polled. Measured with Open MPI 5.0, gloo of torch 2.13, two x86
 # cores (benchmarks/results/collectives_x86-2core-two-hosts_202611.md); `tune` measures other machines.
+_ADDED_AS_THEY_ARE: Final = (torch.float32, torch.float64)
 _CROSSOVER: Final = 256 * 1024
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
@@ -103,7 +106,10 @@ class SelectStage(Stage):
                     f"name {name} alone, or sums: fast"
                 )
             choice = name
-            if self._is_wrapped or not self._context.backends[choice].adds_in_order:
+            # Of two values there is one sum, if the library does not round it twice.
+            of_two = signature.sums == "fixed" and signature.ranks == 2
+            is_own = self._is_wrapped or not self._context.backends[choice].adds_in_order
+            if is_own and not (of_two and signature.dtype in _ADDED_AS_THEY_ARE):
                 return self._in_order(signature, choice, next)
         chosen = _by(choice, signature)
         support = self._context.backends[chosen.backend or ""].supports(chosen)

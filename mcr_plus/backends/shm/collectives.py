@@ -83,7 +83,7 @@ class DirectCollectives:
         way: int | None = None,
     ) -> None:
         self._segment = segment
-        self._way, self._bounce = way, np.empty(2 * CHUNK, np.uint8)
+        self._way, self._bounce = way, np.empty((2 + segment.shape.ranks) * CHUNK, np.uint8)
         self._trials: Any = np.zeros((1 + max(_TRIED), 64, words.TRIED // 8), np.int64)
         self._spins, self._yields = spins, yields
         self._whole, self._streamed = min(whole, segment.shape.area), streamed
@@ -165,7 +165,7 @@ class DirectCollectives:
 
     def _choose(self, state: Any, kind: int, nbytes: int) -> None:
         """Set how operations choose the way in which this rank hands its data to its peers."""
-        may_share = kind in _IN_PLACE and bool(self._segment.probe) and not state[words.SUMS]
+        may_share = kind in _IN_PLACE and bool(self._segment.probe)
         if self._way is not None:
             state[words.FIRST] = self._way
         elif kind in _TRIED and nbytes >= _TRIED_FROM:

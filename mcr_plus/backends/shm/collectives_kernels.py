@@ -298,11 +298,6 @@ def _put(state, index):  # type: ignore[no-untyped-def]
 def _reduce_parts(state, index, result, left, at, skip, elements):  # type: ignore[no-untyped-def]
     """Combine `left` with the parts of peers: at `at` in slots, at `skip` in sources that are exposed."""
     combine, divide, width = state[COMBINE], state[DIVIDE], state[WIDTH]
-    if state[SUMS]:  # then nothing is exposed
-        for rank in range(state[RANKS]):
-            store_release(state[TABLE] + 8 * rank, slot_of(state, rank, index) + at)
-        _sum_all(state, result, left, elements)
-        return True
     step = CHUNK // width
     streams = state[WAY] == PAST_CACHES and state[KIND] in (ALL_REDUCE, REDUCE)  # to a slot
     for low in range(0, elements, step):
@@ -313,12 +308,17 @@ def _reduce_parts(state, index, result, left, at, skip, elements):  # type: igno
             if rank != state[RANK]:
                 other = slot_of(state, rank, index) + at + offset
                 if is_exposed(state, rank, index):
-                    other = state[BOUNCE]
+                    other = state[BOUNCE] + (2 + rank) * CHUNK * (state[SUMS] != 0)
                     if not read_exposed(state, rank, index, 1, skip + offset, other, size * width):
                         return False
+                if state[SUMS]:
+                    store_release(state[TABLE] + 8 * rank, other)
+                    continue
                 call(combine, into, own, other, size)
                 own = into
-        if divide:
+        if state[SUMS]:
+            _sum_all(state, into, own, size)
+        elif divide:
             call(divide, own, own, state[RANKS], size)
         if streams:
             move(result + offset, into, size * width, True)

@@ -53,7 +53,9 @@ SHARING: Final = 29  # NEVER, ALWAYS, or ASK for the verdicts of peers at the ne
 EXPOSES: Final = 30  # flag: peers read the data of this operation from this process's memory
 UNREADABLE: Final = 31  # 1 + a rank whose memory could not be read in this operation
 PROCESS: Final = 32  # of this rank
-BOUNCE: Final = 33  # address of `CHUNK` bytes for data that is reduced, and as many for sums
+BOUNCE: Final = (
+    33  # address of `CHUNK` bytes for data that is reduced, for results, and for each rank with `SUMS`
+)
 WAY: Final = 34  # how this operation hands its data to peers: COPIED, PAST_CACHES or IN_PLACE
 FIRST: Final = 35  # the way for data of this size until trials say otherwise
 TRIALS: Final = 36  # address of the times of each way for this size; 0 for `FIRST` always

@@ -20,7 +20,7 @@ import numpy as np
 
 from mcr_plus.backends.shm.atomics import call
 from mcr_plus.backends.shm.reductions import LANES, LIMBS
-from mcr_plus.kernels.cpu import linked
+from mcr_plus.kernels.cpu import embedded, linked
 
 _numba: Any = numba  # partly annotated, which type checkers report
 _types: Any = _numba.types
@@ -148,15 +148,34 @@ def _start(high, lost, first, size):  # type: ignore[no-untyped-def]
         high[i], lost[i] = first[i], 0.0
 
 
+@embedded
+def is_inexact(total, a, b):  # type: ignore[no-untyped-def]
+    """Return whether the sum of two values lost bits: its difference to the larger one shows it."""
+    return np.int64(total - a != b) | np.int64(total - b != a)
+
+
 @linked
-def _add(high, lost, values, size):  # type: ignore[no-untyped-def]
-    """Add values; add the size of errors to `lost`."""
+def _add(high, values, size):  # type: ignore[no-untyped-def]
+    """Add values; return whether any sum is inexact."""
+    inexact = np.int64(0)
     for i in range(size):
         addend, before = np.float64(values[i]), high[i]
         total = before + addend
-        part = total - before
-        lost[i] += abs((before - (total - part)) + (addend - part))
+        inexact |= is_inexact(total, before, addend)
         high[i] = total
+    return inexact
+
+
+@linked
+def _add_two(high, left, right, size):  # type: ignore[no-untyped-def]
+    """Write the sums of values; return whether any is inexact. (LLVM needs two functions.)"""
+    inexact = np.int64(0)
+    for i in range(size):
+        a, b = np.float64(left[i]), np.float64(right[i])
+        total = a + b
+        inexact |= is_inexact(total, a, b)
+        high[i] = total
+    return inexact
 
 
 @linked
@@ -209,6 +228,21 @@ def _odd_single(value):  # type: ignore[no-untyped-def]
 
 
 @linked
+def _to_odd_singles(singles, totals, size):  # type: ignore[no-untyped-def]
+    """Write `_odd_single` of the totals; of normal ones and zeros by bits alone."""
+    others = np.int64(0)
+    for i in range(size):
+        total = totals[i]
+        is_normal = (abs(total) >= _LEAST_NORMAL) & (abs(total) < np.inf)
+        others |= np.int64(not (is_normal | (total == 0.0)))
+        bits = _bits_of(total)
+        singles[i] = _of_bits((bits & ~_BELOW) | (np.int64((bits & _BELOW) != 0) << 29))
+    if others:
+        for i in range(size):
+            singles[i] = _odd_single(totals[i])
+
+
+@linked
 def _values(like, address, size, widen, buffer):  # type: ignore[no-untyped-def]
     """Return values of a rank as an array, of a half type as float32 in the buffer."""
     if widen:
@@ -229,15 +263,19 @@ def _add_chunk(table, sums, at, size, ranks, wide):  # type: ignore[no-untyped-d
     low = _numba.carray(_pointer(memory + 8 * LANES), (LANES,), np.float64)
     lost = _numba.carray(_pointer(memory + 16 * LANES), (LANES,), np.float64)
     buffer = memory + 24 * LANES
-    _start(high, lost, _values(sums, addresses[0] + at, size, widen, buffer), size)
+    first, inexact = _values(sums, addresses[0] + at, size, widen, buffer), np.int64(0)
+    if ranks == 1 or widen:  # there is one buffer for values of half types
+        _start(high, lost, first, size)
     for rank in range(1, ranks):
-        _add(high, lost, _values(sums, addresses[rank] + at, size, widen, buffer), size)
-    worst = 0.0
-    for i in range(size):
-        worst += lost[i]
-        low[i] = 0.0
-    if worst == 0.0:
+        values = _values(sums, addresses[rank] + at, size, widen, buffer)
+        if rank == 1 and not widen:
+            inexact |= _add_two(high, first, values, size)
+        else:
+            inexact |= _add(high, values, size)
+    if not inexact:
         return high
+    for i in range(size):
+        low[i] = 0.0
     _start(high, lost, _values(sums, addresses[0] + at, size, widen, buffer), size)
     for rank in range(1, ranks):
         _add_to_pairs(high, low, lost, _values(sums, addresses[rank] + at, size, widen, buffer), size)
@@ -269,9 +307,11 @@ def exact(wide: bool) -> tuple[Any, Any]:
             size, at = min(np.int64(LANES), count - begin), begin * width
             sums = _like(like, narrowed if widen else target + at, size)
             totals = _add_chunk(table, sums, at, size, ranks, wide)
-            for i in range(size):
-                sums[i] = _odd_single(totals[i]) if widen else totals[i]
             if widen:
+                _to_odd_singles(sums, totals, size)
                 call(narrow, target + at, narrowed, size, np.int64(0))
+            else:
+                for i in range(size):
+                    sums[i] = totals[i]
 
     return _types.void(*[_types.int64] * 4), add_exactly

@@ -25,11 +25,12 @@ from typing import Final
 
 import harness
 import torch
-from harness import HARDWARE, ROOT, Dated, Hardware, Rounds
+from harness import HARDWARE, ROOT, Call, Dated, Hardware, Rounds
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
 from mcr_plus.backends.shm.reductions import SumTable
+from mcr_plus.core.kinds import Sums
 from mcr_plus.core.units import format_size
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
@@ -37,7 +38,7 @@ from corpus import VOCABULARY
 from transformer import LanguageModel, Shape
 
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
-SUMS: Final = ("fast", "fixed", "exact")
+SUMS: Final[tuple[Sums, ...]] = ("fast", "fixed", "exact")
 SIZES: Final = (64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes
 GOALS: Final = {"fixed": {"msccl": 1.10, "gloo": 1.25, "mpi": 1.25}, "exact": {"msccl": 2.0}}
 FROM: Final = {"fixed": {"msccl": 64 << 10}, "exact": {}}  # bytes from which the goal holds; 1 MiB otherwise
@@ -97,12 +98,14 @@ def calls(rounds: int) -> dict[str, dict[str, list[float]]] | None:
     with mcr.init({"version": 1, "backends": list(LIBRARIES)}) as comm:
 
         def largest(value: float) -> float:
-            return max(comm.all_gather_object(value))
+            return float(max(comm.all_gather_object(value)))
 
         for library in LIBRARIES:
             for nbytes in SIZES:
                 x = torch.randn(nbytes // 4).mul_(1e-6)
-                ways = {how: partial(mcr.all_reduce, x, mcr.AVG, backend=library, sums=how) for how in SUMS}
+                ways: dict[str, Call] = {
+                    how: partial(mcr.all_reduce, x, mcr.AVG, backend=library, sums=how) for how in SUMS
+                }
                 spent = harness.slowest(ways, rounds, comm.barrier, largest, turn_s=0.05)
                 found[f"{library} {nbytes}"] = spent
         is_first = comm.rank == 0

@@ -163,3 +163,22 @@ def beside(sums: str) -> list[str]:
 def test_sums_beside_other_options(sums: str) -> None:
     for result in run_ranks(beside, 4, args=[sums], via="torch"):
         assert result.value == []
+
+
+def row_parallel() -> list[float]:
+    """Return the output of a row-parallel Linear in four blocks, of which each rank has as many as others."""
+    torch.set_num_threads(1)
+    with mcr.init() as comm:
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(33, 256, generator=generator)
+        weight = torch.randn(48, 256, generator=generator)
+        parts = [a @ w.T for a, w in zip(x.chunk(4, 1), weight.chunk(4, 1), strict=True)]
+        each = 4 // comm.size
+        output = tree(parts[comm.rank * each : (comm.rank + 1) * each])
+        mcr.all_reduce(output, sums="fixed")
+        return output.flatten().tolist()
+
+
+def test_tensor_parallel_ranks_agree_on_the_blocks_of_a_linear() -> None:
+    outputs = [result.value for ranks in (1, 2, 4) for result in run_ranks(row_parallel, ranks, via="torch")]
+    assert all(output == outputs[0] for output in outputs)

@@ -116,11 +116,14 @@ def _bit(limbs, at):  # type: ignore[no-untyped-def]
 @linked
 def _rounded(limbs, halfway):  # type: ignore[no-untyped-def]
     """Return the bits of a long accumulator as float64, rounded to nearest even if `halfway`, else to odd."""
-    highest = np.int64(32 * LIMBS - 1)
-    while highest >= 0 and _bit(limbs, highest) == 0:
-        highest -= 1
-    if highest < 0:
+    limb = LIMBS - 1
+    while limb >= 0 and limbs[limb] == 0:
+        limb -= 1
+    if limb < 0:
         return np.int64(0)
+    highest = np.int64(32 * limb + 31)
+    while _bit(limbs, highest) == 0:
+        highest -= 1
     if highest + _LOWEST > 1023:
         return _INFINITE
     lowest = max(highest - 52, np.int64(-1074 - _LOWEST))
@@ -129,9 +132,11 @@ def _rounded(limbs, halfway):  # type: ignore[no-untyped-def]
         mantissa = 2 * mantissa + _bit(limbs, at)
     # The leading bit of a normal number adds one to the exponent.
     bits = (max(highest + _LOWEST + 1022, np.int64(0)) << 52) + mantissa
-    half, rest = _bit(limbs, lowest - 1), np.int64(0)
-    for at in range(lowest - 1):
-        rest |= _bit(limbs, at)
+    half, below = _bit(limbs, lowest - 1), lowest - 1  # bits below the half
+    rest = limbs[below // 32] & ((1 << below % 32) - 1)
+    for limb in range(below // 32):
+        rest |= limbs[limb]
+    rest = np.int64(rest != 0)
     if not halfway:
         return bits | half | rest
     return bits + (half & (rest | (mantissa & 1)))

@@ -13,6 +13,7 @@ import torch
 
 from mcr_plus.backends.shm.reductions import LEVELS, SumTable
 from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.reproducible.accumulators import ExactSums
 
 # Significant bits, exponent of the least positive value, and of the first power of two that overflows.
 FORMATS: Final = {
@@ -131,3 +132,33 @@ def test_groups_of_powers_of_two_have_the_same_leaves() -> None:
 
 def test_the_memory_of_a_tree_is_enough_for_every_group() -> None:
     assert 2 ** (LEVELS - 1) >= 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["any bits", "normal", "magnitudes", "subnormal", "cancelling", "overflow"])
+def test_accumulators_hold_whatever_is_added(name: str, dtype: torch.dtype) -> None:
+    """Of one rank, and of several that share the addends in any way, at any place of a bucket."""
+    rng = np.random.default_rng(4)
+    for _ in range(6):
+        rows = addends(name, dtype, rng)
+        ranks, begin, size = int(rng.integers(1, 4)), int(rng.integers(0, 1500)), len(rows[0])
+        buckets = [ExactSums(begin + size + 3) for _ in range(ranks)]
+        for row in rows:
+            buckets[int(rng.integers(ranks))].add(row, begin)
+        firsts = [bucket.of_passes(len(rows))[0].clone() for bucket in buckets]
+        for bucket in buckets:  # the all_reduce, and the all_gathers that may follow
+            bucket._total.copy_(reduced(torch.stack(firsts), "exact"))
+        parts = [torch.stack(bucket._parts) for bucket in buckets]
+        lacking = [(each[1:] != 0).any(0).nonzero().view(-1) for each in parts]
+        index = torch.cat(lacking).unique()
+        answers: list[list[Any]] = [[each[:, index] for each in parts], lacking]
+        means = torch.empty(begin + size + 3, dtype=dtype)
+        buckets[0].write_means(means, lambda _: answers.pop())  # noqa: B023 - called at once
+        columns = rows.double().T.tolist()
+        for at in range(0, size, max(1, size // 40)):
+            total = exact_sum(columns[at], torch.float64)
+            with np.errstate(over="ignore"):
+                single = np.float32(total / np.float64(len(rows) * ranks))
+            wanted = torch.tensor(single).to(dtype).item()
+            assert same(means[begin + at].item(), wanted), columns[at]
+        assert not means[:begin].any()

@@ -101,7 +101,12 @@ def divide(total: torch.Tensor, number: int) -> None:
     """Divide a sum in place to get the mean; integers are rounded towards zero."""
     with torch.inference_mode():  # tensors created in inference mode can be written only in it
         values = torch.view_as_real(total) if total.is_complex() else total
-        values.div_(number, rounding_mode=None if values.is_floating_point() else "trunc")
+        if values.is_floating_point():
+            values.div_(number)
+        elif number > torch.iinfo(values.dtype).max:  # torch would wrap it around
+            values.copy_(values.long().div_(number, rounding_mode="trunc"))
+        else:
+            values.div_(number, rounding_mode="trunc")
 
 
 def _in_place(op: ReduceOp) -> LocalReduce:

@@ -225,10 +225,9 @@ def _values(signature: Signature) -> tuple[int, ReduceKernels]:
 
 def _sums(signature: Signature) -> SumTable | None:
     """Return the reduction of an operation with `sums`; None without."""
-    if signature.sums is None:
+    if signature.sums is None or signature.reduce_op is None:
         return None
     assert signature.dtype is not None
-    assert signature.reduce_op is not None
     return SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
 
 

@@ -35,7 +35,7 @@ def hash_of(*tensors: torch.Tensor) -> str:
 
 
 def results(library: str, sums: str, threads: int) -> dict[str, list[str]]:
-    """Return hashes of a call; with `fixed`, of a second one, one of another tag and seed, and pieces, too."""
+    """Return hashes of a call; with `fixed`, of a second one, one of another tag and seed, and pieces."""
     torch.set_num_threads(threads)
     found = {}
     stages = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]

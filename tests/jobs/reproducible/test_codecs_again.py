@@ -38,7 +38,7 @@ def results(library: str, sums: str, threads: int) -> dict[str, list[str]]:
     """Return hashes of a call; with `fixed`, of a second one, one of another tag and seed, and pieces."""
     torch.set_num_threads(threads)
     found = {}
-    stages = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
+    stages: list[Any] = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
     config: Any = {"version": 1, "backends": [library], "numerics": {"sums": sums}, "pipeline": stages}
     with mcr.init(config) as comm:
         for number, case in enumerate(ALL):

@@ -37,8 +37,9 @@ def specials(dtype: torch.dtype) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.tensor([False, True])
     if dtype in INTEGERS:
-        info = torch.iinfo(dtype)
-        return torch.tensor([info.min, info.max, info.min // 2 or 128, 0, 1, info.max - 1, 7], dtype=dtype)
+        limits = torch.iinfo(dtype)
+        integers = [limits.min, limits.max, limits.min // 2 or 128, 0, 1, limits.max - 1, 7]
+        return torch.tensor(integers, dtype=dtype)
     info = torch.finfo(dtype)
     finite = [1.0, -3.0, info.max, -info.max, info.tiny, -info.smallest_normal * info.eps]
     real = [NAN, -NAN, 0.0, -0.0, float("inf"), -float("inf"), *finite]

@@ -96,8 +96,9 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
 def _refused_sum(codec: Codec, signature: Signature) -> str:
     if signature.reduce_op not in _SUMS:
         return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
-    if signature.sums == "exact" and not codec.traits.lossless:
-        return f"codec {codec.name} changes the values, whose sum is to be exact (`sums: exact`)"
+    if signature.sums == "exact":
+        why = "adds in float32" if codec.traits.lossless else "changes the values"
+        return f"codec {codec.name} {why}; the sum is to be exact (`sums: exact`)"
     return ""
 
 

@@ -17,9 +17,9 @@ from mcr_plus.rendezvous.world import World
 
 @dataclass(frozen=True)
 class OperationRow:
-    """Support of a backend for a kind of operation, with one reduce op and dtype."""
+    """Support of a backend for a kind of operation, with one reduce op and dtype, or for `sums`."""
 
-    kind: Kind
+    kind: Kind | Literal["sums"]
     backend: str
     support: Literal["native", "emulated", "no"]
     how: str
@@ -77,13 +77,24 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
 
 
 def operations_table() -> list[OperationRow]:
-    """Return a row per operation and backend, from `supports` (with float32 and SUM if relevant)."""
+    """Return a row per operation and backend, from `supports` (with float32 and SUM if relevant).
+
+    The last rows are for reductions with `sums: fixed` or `exact`.
+    """
     rows = []
     for kind in KINDS:
         for name in registry.names("backends"):
             support = backend_class(name).supports(_sample(kind, name))
             rows.append(OperationRow(kind, name, support.level, support.how))
-    return rows
+    return [*rows, *(OperationRow("sums", name, *_sums(name)) for name in registry.names("backends"))]
+
+
+def _sums(backend: str) -> tuple[Literal["native", "emulated", "no"], str]:
+    if backend_class(backend).on_stream:
+        return "no", "`sums` is for tensors in host memory"
+    if backend == "local" or backend_class(backend).adds_in_order:
+        return "native", ""
+    return "emulated", "values of all ranks, moved in parts or whole and added by one rank or by each"
 
 
 def _sample(kind: Kind, backend: str) -> Signature:

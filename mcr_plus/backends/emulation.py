@@ -101,7 +101,10 @@ def divide(total: torch.Tensor, number: int) -> None:
     """Divide a sum in place to get the mean; integers are rounded towards zero."""
     with torch.inference_mode():  # tensors created in inference mode can be written only in it
         values = torch.view_as_real(total) if total.is_complex() else total
-        values.div_(number, rounding_mode=None if values.is_floating_point() else "trunc")
+        rounding = None if values.is_floating_point() else "trunc"
+        # A number beyond the dtype's range would wrap around.
+        is_wide = rounding is not None and number > torch.iinfo(values.dtype).max
+        values.copy_((values.long() if is_wide else values).div_(number, rounding_mode=rounding))
 
 
 def _in_place(op: ReduceOp) -> LocalReduce:

@@ -349,8 +349,7 @@ def _rule(
         backend = mistakes.collect(lambda: _rule_backend(document, at, data["backend"], backends), None)
     sums: Sums | None = None
     if data.get("sums") is not None:
-        read_sums = partial(validate, Numerics, {"sums": data["sums"]}, document, keys)
-        sums = mistakes.collect(read_sums, Numerics()).sums
+        sums = mistakes.collect(lambda: _rule_sums(document, keys, data["sums"], match), sums)
     overrides = []
     for spec in pipeline if sound else _assumed(pipeline, data):
         if spec.name in data:
@@ -410,6 +409,13 @@ def _rule_backend(document: Document, keys: Keys, text: object, backends: tuple[
     if backends is not None and backend_name(name) not in backends:
         raise document.error(keys, f"backend {name!r} is not in backends; known: {', '.join(backends)}")
     return name
+
+
+def _rule_sums(document: Document, keys: Keys, text: object, match: Match) -> Sums:
+    if match.param is not None:
+        what = "gradients of several parameters travel together; expected a rule that matches their tag"
+        raise document.error((*keys, "sums"), what)
+    return validate(Numerics, {"sums": text}, document, keys).sums
 
 
 def _override(

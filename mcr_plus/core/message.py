@@ -68,7 +68,7 @@ class Signature(NamedTuple):
     which a stage derived this operation: ranks compare their programs' calls, because, for example, a sum and
     a mean of encoded values are the same on the wire. `counts_agreed`: counts of a vector collective follow
     from `call`: ranks have compared them already and do not compare them in every call. `sums`: the order of
-    additions; None if it is the library's, or does not matter.
+    additions, also of steps that only move; None if it is the library's, or does not matter.
     """
 
     kind: Kind
@@ -101,6 +101,11 @@ class Signature(NamedTuple):
     def choice(self) -> str:
         """The backend, with the algorithm if one is named: `msccl:ring`; empty before the choice."""
         return ":".join(name for name in (self.backend, self.algorithm) if name)
+
+    @property
+    def adds_in_order(self) -> bool:
+        """True if the operation adds in an order that `sums` names, and is not a step of one that does."""
+        return self.sums is not None and self.reduce_op is not None
 
     @property
     def is_p2p(self) -> bool:

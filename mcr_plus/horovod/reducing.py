@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from mcr_plus.backends.emulation import divide
 from mcr_plus.core.kinds import ReduceOp as Op
 from mcr_plus.errors import InvalidArgument, Unsupported
 
@@ -77,7 +78,7 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
     elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         tensor.mul_(factor)
     elif factor < 1.0 and (1.0 / factor).is_integer():
-        tensor.div_(int(1.0 / factor), rounding_mode="trunc")  # exact, also beyond 2**53
+        divide(tensor, int(1.0 / factor))  # exact, also beyond 2**53
     else:
         tensor.copy_(tensor.double().mul_(factor))
 

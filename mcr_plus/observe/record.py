@@ -49,7 +49,7 @@ class Record:
     cost of the operation; the rest overlapped with other work. `site` is the line of the program that issued
     the operation, `file:line, in function`. `skew` is the time, in seconds, from the median of the ranks'
     arrivals to the last arrival; None if arrivals are unknown, see `Log.stragglers`. `dtype` is the dtype of
-    the data given to the library, `none` without data.
+    the data given to the library, `none` without data. `sums`: the order of additions, see `Signature`.
     """
 
     sequence: int
@@ -70,6 +70,7 @@ class Record:
     is_async: bool = False
     site: str = ""
     skew: float | None = None
+    sums: str | None = None
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,7 @@ class Log(OperationHook):
             "is_async": signature.async_op,
             "site": site_name,
             "skew": skew,
+            "sums": signature.sums,
         }
         # Set one by one, so that records share keys. The constructor of a frozen class takes ten times as
         # long.

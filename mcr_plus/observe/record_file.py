@@ -23,8 +23,8 @@ from mcr_plus.config.document import path_text
 from mcr_plus.errors import ConfigError, InvalidArgument, short
 from mcr_plus.observe.record import Record
 
-FORMAT: Final = 2
-TEXTS: Final = ("kind", "tag", "group", "backend", "codec", "dtype", "error")
+FORMAT: Final = 3
+TEXTS: Final = ("kind", "tag", "group", "backend", "codec", "sums", "dtype", "error")
 """Columns of texts, stored as indices into lists of texts."""
 NUMBERS: Final[Mapping[str, str]] = {
     "sequence": "i8", "bytes": "i8", "wire_bytes": "i8", "fused": "i4", "ranks": "i4",

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from mcr_plus import registry
-from mcr_plus.core.kinds import REDUCING, Sums, dtype_name
+from mcr_plus.core.kinds import Sums, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.pipeline.stage import Context, Instead, Issue, Stage, complete
@@ -124,7 +124,9 @@ class Pipeline:
         if rule is not None and rule.backend is not None and signature.backend is None:
             signature = signature.replace(backend=rule.backend)
         name = self._names[index]
-        touched = rule is not None and (rule.options(name) is not None or (name == "select" and rule.backend))
+        touched = rule is not None and (
+            rule.options(name) is not None or (name == "select" and (rule.backend or rule.sums))
+        )
         if name == "compress" and signature.compress is not None:
             touched = False  # the call or the gradient's policy decides
         place = rule.place if rule is not None and touched else None
@@ -198,12 +200,7 @@ def _sums_of(signature: Signature, config: Config) -> Sums | None:
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:
-    """Mark a changed signature as asynchronous, because a stage may have several operations in flight.
-
-    `sums` does not pass on to operations that add nothing.
-    """
-    if changed.kind not in REDUCING:
-        changed = changed.replace(sums=None)
+    """Mark a changed signature as asynchronous, because a stage may have several operations in flight."""
     same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
     return changed if same else changed.replace(async_op=True)
 

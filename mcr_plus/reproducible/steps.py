@@ -61,7 +61,7 @@ class OrderedSum:
         nbytes = None if kind in VECTOR else numel * signature.dtype.itemsize
         roots = {} if kind == "gather" else {"root": None, "root_in_job": None}
         return signature.replace(
-            kind=kind, shape=shape, nbytes=nbytes, reduce_op=None, sums=None, compress=False, parts=None,
+            kind=kind, shape=shape, nbytes=nbytes, reduce_op=None, compress=False, parts=None,
             key=None, call=signature.as_call(), **roots,
         )  # fmt: skip
 

@@ -98,7 +98,7 @@ class SelectStage(Stage):
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
         choice, why, rule = self._choose(signature)
-        if signature.sums is not None and choice != "local":
+        if signature.adds_in_order and choice != "local":
             name, _, algorithm = choice.partition(":")
             if algorithm and choice == signature.backend:
                 raise Unsupported(
@@ -251,7 +251,7 @@ class SelectStage(Stage):
 
     def _rivals(self, chosen: str, signature: Signature) -> list[str]:
         """Return the rivals that online refinement compares with the choice; empty without refinement."""
-        if self._refinement is None or signature.sums is not None or not self._refinement.tunes(signature):
+        if self._refinement is None or signature.adds_in_order or not self._refinement.tunes(signature):
             return []
         known = self._context.backends
         measured = self._costs.choices(self._query(signature)) if self._costs is not None else []

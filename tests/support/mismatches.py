@@ -272,6 +272,12 @@ CASES = {
         all_reduce((4096,), compress="int8_block"),
         (r"SUM float32\[4096\] compressed with int8_block as", "uint8"),
     ),
+    "sums": Case(
+        all_reduce(), all_reduce(sums="fixed"), (r"SUM float32\[4\] (backend=|async)", "sums=fixed")
+    ),
+    "order of sums": Case(
+        all_reduce((_LARGE,), sums="fixed"), all_reduce((_LARGE,), sums="exact"), ("sums=fixed", "sums=exact")
+    ),
     # operations from which a stage derives similar operations
     "mean of encoded": Case(
         all_reduce(compress="bf16"), all_reduce(op="AVG", compress="bf16"), (r"SUM float32", r"AVG float32")

@@ -131,7 +131,10 @@ MUTATIONS = (
     Mutation("restarts of a job", "launch/supervisor.py", "again = self._used < self._limit", "again = self._used <= self._limit", "test_launch_restarts"),
     Mutation("report of another process", "launch/channels.py", 'if report["pid"] == state.pid:', "if True:", "test_launch_restarts"),
     # torch
-    Mutation("mean of integers", "backends/emulation.py", 'else "trunc")', 'else "floor")', "test_torch_backend test_special_values"),
+    Mutation("mean of integers", "backends/emulation.py", 'else "trunc"', 'else "floor"', "test_torch_backend test_special_values"),
+    # sums
+    Mutation("exact sums by a lossless codec", "compression/policy.py", 'if signature.sums == "exact":', 'if signature.sums == "exact" and not codec.traits.lossless:', "test_sums"),
+    Mutation("sums of a parameter's rule", "config/reader.py", "if match.param is not None:", "if match.param is None and match.tag is None:", "test_interfaces"),
     Mutation("too few descriptors", "core/file_limit.py", "if there < need", "if there < 0", "test_groups test_leaks"),
 )  # fmt: skip
 

@@ -41,7 +41,8 @@ def rounded(value: Fraction, dtype: torch.dtype) -> float:
     whole, rest = divmod(size, unit)
     whole += 2 * rest > unit or (2 * rest == unit and whole % 2)
     found = whole * unit
-    return math.copysign(math.inf if found >= Fraction(2) ** overflows else float(found), value)
+    number = math.inf if found >= Fraction(2) ** overflows else float(found)
+    return number if value > 0 else -number  # the value itself may be beyond float64
 
 
 def exact_sum(column: Sequence[float], dtype: torch.dtype) -> float:

@@ -225,7 +225,7 @@ def _values(signature: Signature) -> tuple[int, ReduceKernels]:
 
 def _sums(signature: Signature) -> SumTable | None:
     """Return the reduction of an operation with `sums`; None without, or if there is one order."""
-    if signature.sums is None or (signature.sums == "fixed" and signature.ranks == 2):
+    if not signature.adds_in_order or (signature.sums == "fixed" and signature.ranks == 2):
         return None
     assert signature.dtype is not None
     assert signature.reduce_op is not None

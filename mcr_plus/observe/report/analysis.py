@@ -17,7 +17,7 @@ _FEW: Final = 4  # least number of step marks for a duration
 
 @dataclass(frozen=True)
 class OperationGroup:
-    """Operations of one kind, tag, library and codec; shares are of a rank's time, on average.
+    """Operations of one kind, tag, library, codec and `sums`; shares are of a rank's time, on average.
 
     Attributes:
         waited: share spent waiting, without overlap with earlier waits. late: the part of `waited` before the
@@ -30,6 +30,7 @@ class OperationGroup:
     tag: str
     backend: str
     codec: str
+    sums: str
     count: int
     bytes: int
     wire: int
@@ -125,9 +126,9 @@ SMALL: Final = 16 << 10
 
 
 def groups(job: RecordedJob) -> list[OperationGroup]:
-    """Return all operations grouped by kind, tag, library and codec, longest waits first."""
+    """Return all operations grouped by kind, tag, library, codec and `sums`, longest waits first."""
     columns = job.columns
-    codes = np.stack([columns[name] for name in ("kind", "tag", "backend", "codec")])
+    codes = np.stack([columns[name] for name in ("kind", "tag", "backend", "codec", "sums")])
     exposed = _exposed(job)
     return sorted(
         (_group(job, codes[:, rows[0]], rows, exposed) for rows in _runs(codes)),
@@ -189,6 +190,7 @@ def _group(job: RecordedJob, code: NDArray[Any], rows: Ints, exposed: _Waits) ->
         tag=job.name("tag", code[1]),
         backend=job.name("backend", code[2]),
         codec=job.name("codec", code[3]),
+        sums=job.name("sums", code[4]),
         count=len(rows),
         bytes=int(columns["bytes"][some].sum()),
         wire=int(columns["wire_bytes"][some].sum()),

@@ -142,7 +142,7 @@ def _operations(found: Sequence[OperationGroup]) -> str:
     heads = ("operation", "waited", "for late ranks", "in flight", "count", "bytes", "p50", "p95", "bus GB/s")
     rows = [
         [
-            _named(group.kind, group.tag, " · ".join(filter(None, (group.backend, group.codec)))),
+            _named(group.kind, group.tag, _where(group)),
             _meter(group.waited), f"{group.late:.1%}", f"{group.in_flight:.1%}", f"{group.count:,}",
             about(group.bytes), _time(group.p50_us / 1e6), _time(group.p95_us / 1e6), _speed(group.busbw),
         ]
@@ -151,6 +151,11 @@ def _operations(found: Sequence[OperationGroup]) -> str:
     left = len(found) - _MOST_ROWS
     more = f"<p class='quiet'>{left} more rows are left out.</p>" if left > 0 else ""
     return _table(heads, rows, names=1) + more
+
+
+def _where(group: OperationGroup) -> str:
+    sums = f"sums: {group.sums}" if group.sums else ""
+    return " · ".join(filter(None, (group.backend, group.codec, sums)))
 
 
 def _choices(job: RecordedJob, of_steps: StepDurations) -> str:

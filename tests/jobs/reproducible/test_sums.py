@@ -144,6 +144,7 @@ def beside(sums: str) -> list[str]:
             wrong.append("codec of the pipeline")
         unsupported: list[Callable[[], Any]] = [
             lambda: mcr.all_reduce(x, sums="exact", compress="int8_block"),
+            lambda: mcr.all_reduce(x, sums="exact", compress="exp_window"),
             lambda: mcr.all_reduce(x, sums="fixed", compress=False, backend="msccl:ring"),
         ]
         invalid: list[Callable[[], Any]] = [

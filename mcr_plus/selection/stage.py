@@ -106,11 +106,11 @@ class SelectStage(Stage):
                     f"name {name} alone, or sums: fast"
                 )
             choice = name
-            # Of two values there is one sum, if the library does not round it twice.
-            of_two = signature.sums == "fixed" and signature.ranks == 2
-            is_own = self._is_wrapped or not self._context.backends[choice].adds_in_order
-            if is_own and not (of_two and signature.dtype in _ADDED_AS_THEY_ARE):
-                return self._in_order(signature, choice, next)
+            if self._is_wrapped or not self._context.backends[choice].adds_in_order:
+                of_two = signature.sums == "fixed" and signature.ranks == 2
+                if not of_two or signature.dtype not in _ADDED_AS_THEY_ARE:
+                    return self._in_order(signature, choice, next)
+                why += "; sums: fixed: two values have one sum"
         chosen = _by(choice, signature)
         support = self._context.backends[chosen.backend or ""].supports(chosen)
         how = "" if support.level == "native" else f", emulated: {support.how}"

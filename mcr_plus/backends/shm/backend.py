@@ -225,11 +225,11 @@ def _values(signature: Signature) -> tuple[int, ReduceKernels]:
 
 def _sums(signature: Signature) -> SumTable | None:
     """Return the reduction of an operation with `sums`; None without, or if there is one order."""
-    if not signature.adds_in_order or (signature.sums == "fixed" and signature.ranks == 2):
+    sums, op = signature.sums, signature.reduce_op
+    if sums is None or op is None or (sums == "fixed" and signature.ranks == 2):
         return None
     assert signature.dtype is not None
-    assert signature.reduce_op is not None
-    return SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
+    return SumTable(sums, signature.dtype, op, signature.ranks)
 
 
 def _count(signature: Signature, width: int) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PASSES = 5  # in a step, on all ranks together
-SHAPES = {"weight": (1021, 3), "bias": (7,), "turned": (3, 5)}
+SHAPES = {"weight": (517, 3), "bias": (7,), "turned": (3, 5)}
 STAGES: dict[str, Any] = {
     "default": {},
     "small buckets": {
@@ -98,7 +98,10 @@ def compare_with_fractions(stages: str, dtypes: list[str]) -> list[str]:
                         model(passes[at]).backward()
                 optimizer.step()
                 assert model.unused.grad is None
-                for name in SHAPES:
+                of_all = [getattr(model, name).grad.contiguous() for name in SHAPES]
+                bits = [each.view(torch.uint8).numpy().tobytes() for each in of_all]
+                assert comm.broadcast_object(bits, 0) == bits
+                for name in SHAPES if comm.rank == 0 else ():  # the oracle is slow
                     found, wanted = getattr(model, name).grad, means(passes, name)
                     same = (found == wanted) & (found.signbit() == wanted.signbit())
                     if not (same | (found.isnan() & wanted.isnan())).all():
@@ -106,7 +109,7 @@ def compare_with_fractions(stages: str, dtypes: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.short("default", "1-failover", "3-small buckets")
+@pytest.mark.short("1-default", "3-small buckets")
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_any_distribution_of_passes_gives_the_bits_of_fractions(ranks: int, stages: str) -> None:
@@ -156,7 +159,7 @@ def misuse() -> list[str]:
             if comm.rank == 1:
                 fails = model.weight.register_hook(lambda _: 1 / 0)
                 with pytest.raises(ZeroDivisionError):  # once the gradient of `bias` has been added
-                    model({"weight": torch.ones(1021, 3), **ones}).backward()
+                    model({"weight": torch.ones(517, 3), **ones}).backward()
                 fails.remove()
                 model(ones).backward()
         model({"bias": torch.full((7,), 4.0)}).backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any, Final
 
+import pytest
 import torch
 from codec_exam import CASES, Case
 from jobs.reproducible.test_sums import LIBRARIES, values
@@ -72,6 +73,7 @@ def every_job(libraries: list[str]) -> dict[str, dict[str, list[str]]]:
     return {" ".join(map(str, job)): results(*job) for job in [*jobs, ("msccl", "fixed", 2)]}
 
 
+@pytest.mark.long
 def test_codecs_give_the_same_bits_again() -> None:
     via: Any = "mpi" if "mpi" in LIBRARIES else "torch"
     first, *others = (result.value for result in run_ranks(every_job, 3, args=[LIBRARIES], via=via))

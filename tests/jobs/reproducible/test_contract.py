@@ -329,7 +329,7 @@ def test_steps_keep_the_contract(part: str, library: str) -> None:
     _passes(natively, 4, config, [None], PARTS[part], MANY)
 
 
-@pytest.mark.short("some")
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_torchs_calls_keep_the_contract(part: str) -> None:
     _passes(by_torch, 3, LIBRARIES, PARTS[part], FEW if part == "some" else MANY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ import typer
 from mcr_plus.cli.output import print_error, print_json, print_result, print_table
 
 if TYPE_CHECKING:
-    from mcr_plus.reproducible.compare import Comparison, Parting
+    from mcr_plus.reproducible.compare import Parting
 
 
 def compare(
@@ -27,49 +27,37 @@ def compare(
 
     result = compared(run_a, run_b)
     if as_json:
-        first = result.first and asdict(result.first) | {"world": result.first.world._asdict()}
-        print_json(
-            {"same": not first, "operations": result.operations, "notes": result.notes, "first": first}
-        )
+        first = result.first and asdict(result.first)
+        found = {"same": not first, "operations": result.operations, "notes": result.notes, "first": first}
+        print_json(found)
     else:
-        _print(result)
+        for note in result.notes:
+            print_error(note)
+        if result.first is None:
+            print_result(f"the same: {result.operations:,} operations")
+        else:
+            _print(result.first)
     if result.first is not None:
         raise typer.Exit(1)
 
 
-def _print(result: Comparison) -> None:
-    for note in result.notes:
-        print_error(note)
-    if result.first is None:
-        print_result(f"the same: {result.operations:,} operations")
-    else:
-        _print_parting(result.first)
-
-
-def _print_parting(first: Parting) -> None:
+def _print(first: Parting) -> None:
     from mcr_plus.errors import phrase_ranks
 
-    named = first.one or first.other
-    assert named is not None
-    ranks, others = (
-        phrase_ranks(first.ranks),
-        f"; on {phrase_ranks(first.others)} its output" if first.others else "",
-    )
+    pair, ranks = list(zip("AB", first.operations, strict=True)), phrase_ranks(first.ranks)
+    others = f"; also {phrase_ranks(first.others)}, after it" if first.others else ""
     said = {
-        "call": f"the programs part here on {ranks}",
+        "call": f"the programs part on {ranks}",
         "input": f"its input differs on {ranks}{others}",
-        "output": f"its output differs on {ranks}, and no rank's input does",
-        "end": f"run {'A' if first.one is None else 'B'} ends before it, or it is not done there, on {ranks}",
+        "output": f"its output differs on {ranks}, and no rank's input",
+        "end": f"only run {'AB'[pair[0][1] is None]} has done it, on {ranks}",
     }
-    print_result(f"{named.text}: {said[first.what]}")
-    rows = [
-        (letter, *(("none", "", "") if each is None else (each.text, each.how, each.site)))
-        for letter, each in (("A", first.one), ("B", first.other))
-    ]
+    print_result(f"{next(each.text for _, each in pair if each)}: {said[first.what]}")
+    rows = [(letter, *(("none", "", "") if each is None else astuple(each))) for letter, each in pair]
     print_table("", ("run", "operation", "library", "line"), rows)
-    for each in first.elements:
-        title = f"rank {each.rank}: {each.count:,} of {each.of:,} elements of the {first.what} differ"
-        print_table(title, ("element", "A", "B"), [tuple(map(str, row)) for row in each.first])
+    for kept in first.elements:
+        title = f"rank {kept.rank}: {kept.count:,} of {kept.of:,} elements of its {first.what} differ"
+        print_table(title, ("element", "A", "B"), [tuple(map(str, row)) for row in kept.first])
     if first.what in ("input", "output") and not first.elements:
         keep = f"observe: {{digests: {{folder: …, keep: '{first.stream}#{first.number}'}}}}"
         typer.echo(f"for the elements, repeat both runs with {keep}", err=True)

@@ -15,7 +15,6 @@ from mcr_plus.communicator.fast_calls import native_run
 from mcr_plus.communicator.tensors import as_tensor, is_on_device, is_plain
 from mcr_plus.core.message import Message
 from mcr_plus.core.work import Work
-from mcr_plus.engine.issue import Issue
 from mcr_plus.errors import InvalidArgument, unknown
 
 if TYPE_CHECKING:
@@ -179,16 +178,9 @@ def _bound(now: Prepared, later: Prepared, given: Sequence[torch.Tensor]) -> tup
         tensors = tuple(dict.fromkeys((*now.message.outputs, *now.message.inputs)))
         compiled.fix(run, tensors, tuple(tensor.data_ptr() for tensor in tensors))
         run = partial(compiled)
-    if native is not None and operation is not None:
+    if native is not None:
         issue, bare = native
-        if hooks := operation.hooks.bound:
-            issue = Issue(issue.start, lambda _: bare())
-            for bound in hooks:
-                issue = bound(operation.state.group, issue)
-            run = partial(issue.run, now.message)
-        else:
-            run = partial(bare)
-        signature = now.message.signature
+        run, signature = partial(bare), now.message.signature
     # Kept alive by the closure: the library's request refers to these tensors, and handles drop theirs.
     inputs, outputs, extras = later.message.inputs, later.message.outputs, later.message.extras
     latest: list[Work] = []

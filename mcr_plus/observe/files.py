@@ -91,7 +91,7 @@ def check_folder(config: Config) -> None:
 
 
 def check_writable(folder: str, place: str) -> None:
-    """Raise `ConfigError` if a folder cannot be written; create it if it is missing. `place`: for the error."""
+    """Create a folder if it is missing; raise `ConfigError`, with `place`, if it cannot be written."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -28,7 +28,7 @@ def _checked_range(text: str) -> str:
 
 
 def operations_in(text: str) -> tuple[str, range] | None:
-    """Return the group (or its buckets) and the numbers that `DigestOptions.keep` names; None if it does not."""
+    """Return the group (or its buckets) and the numbers of operations named by `text`; None if malformed."""
     found = re.fullmatch(r"(.+)#(\d{1,18})(?:-(\d{1,18}))?", text)
     return found and (found[1], range(int(found[2]), int(found[3] or found[2]) + 1))
 
@@ -57,7 +57,7 @@ class ObserveOptions(StageOptions):
 
     `ring`: the number of its last operations that each group remembers.
 
-    `digests`: the folder for digests of every operation's input and output, or a mapping, see `DigestOptions`.
+    `digests`: the folder for digests of all operations' inputs and outputs, or `DigestOptions`.
 
     `every`: seconds between two publications of metrics; gauges cover the operations in between.
 

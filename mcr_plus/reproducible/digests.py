@@ -131,7 +131,7 @@ class DigestWriter(OperationHook):
 
     def _open(self, line: bytes) -> None:
         self._file = self._path.open("wb")
-        self._write(line)
+        self._file.write(line)
 
     # -- the engine's reports ---------------------------------------------------------------------
 
@@ -162,8 +162,7 @@ class DigestWriter(OperationHook):
 
     def close(self) -> None:
         """Write the end of the file."""
-        self._guarded(self._flush, in_flight=True)
-        self._guarded(self._write, files.END)
+        self._guarded(self._flush, in_flight=True, end=files.END)
         self.stop()
 
     def stop(self) -> None:
@@ -249,24 +248,22 @@ class DigestWriter(OperationHook):
 
     # -- the file ---------------------------------------------------------------------------------
 
-    def _flush(self, *, in_flight: bool = False) -> None:
-        """Write rows."""
-        if not self._writing.acquire(blocking=False):
+    def _flush(self, *, in_flight: bool = False, end: bytes = b"") -> None:
+        """Write rows, of operations in flight too, and the end."""
+        if not self._writing.acquire(timeout=_EVERY if in_flight else 0):
             return  # another thread is writing
         try:
             self._flushed = time.monotonic()
             rows = [self._rows.popleft() for _ in range(len(self._rows))]
             rows += list(self._in_flight.values()) if in_flight else ()
+            calls = list(self._calls)[self._written :]
             if rows:
-                calls = list(self._calls)[self._written :]
                 self._written += len(calls)
-                self._write(files.chunk(calls, [row.plain() for row in rows]))
+                end = files.chunk(calls, [row.plain() for row in rows]) + end
+            self._file.write(end)
+            self._file.flush()
         finally:
             self._writing.release()
-
-    def _write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._file.flush()
 
 
 def _in_turn(first: Callable[[], None] | None, second: Callable[[], None]) -> None:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import mcr_plus as mcr
+from mcr_plus.reproducible.digest_file import INPUT, OUTPUT, load
+from mcr_plus.reproducible.digests import digest_of
 
 BIT = 1 << 20  # of a mantissa
 
@@ -121,6 +123,89 @@ def test_a_flipped_bit_and_another_order_of_additions_are_named(tmp_path: Path) 
     assert (status, named(found)) == (1, ("output", "world", 1, [0, 1, 2]))
     assert [each["how"] for each in found["first"]["operations"]] == ["msccl", "gloo"]
     assert "keep: 'world#1'" in mcr_plus("compare", one, gloo).stderr
+
+
+def of(values: torch.Tensor) -> int:
+    """Digest values that the program holds; `unit/test_digests.py` compares this with integers of Python."""
+    return digest_of(values.detach().contiguous())
+
+
+def in_all_manners(folder: str) -> list[Any]:
+    """Issue operations; return for each the digests of what the program passed and got, None for neither."""
+    pipeline = [{"fuse": {"bucket": "64KiB"}}, {"hierarchical": {"ranks_per_node": 2}}, {"compress": {}},
+                {"select": {}}, {"dispatch": {}}]  # fmt: skip
+    seen: list[list[int | None]] = []
+    with mcr.init(config(folder, pipeline=pipeline)) as comm:
+        me, ranks = comm.rank, comm.size
+        waiting: list[tuple[Any, list[int | None], torch.Tensor]] = []
+
+        def issue(call: Any, given: torch.Tensor | None, result: torch.Tensor | None, **options: Any) -> None:
+            row = [None if given is None else of(given), None]
+            seen.append(row)
+            work = call(**options)
+            if work is not None:
+                waiting.append((work, row, result))  # type: ignore[arg-type]
+            elif result is not None:
+                row[1] = of(result)
+
+        for turn in range(3):
+            x, out = numbers(me + 10 * turn, 3000), torch.empty(3000 * ranks)
+            for options in ({}, {"async_op": True}, {"compress": "int8_block"}, {"tag": "named"}):
+                issue(lambda x=x, **more: mcr.all_reduce(x, "AVG", **more), x, x, **options)
+            for work, row, result in waiting:
+                work.wait()
+                row[1] = of(result)
+            waiting.clear()
+            strided = numbers(me, 600).view(20, 30).t()
+            issue(lambda x=strided: mcr.all_reduce(x), strided, strided)
+            issue(lambda x=x: mcr.broadcast(x, 1), x if me == 1 else None, x)
+            issue(lambda x=x: mcr.reduce(x, 0), x, x if me == 0 else None)
+            x = numbers(me, 3000)
+            issue(lambda x=x, out=out: mcr.all_gather_into_tensor(out, x), x, out)
+            issue(lambda x=x, out=out: mcr.reduce_scatter_tensor(x, out), out, x)
+            parts = list(out.split(3000))
+            issue(
+                lambda x=x, parts=parts: mcr.scatter(x, parts if me == 0 else None, 0),
+                out if me == 0 else None,
+                x,
+            )
+            lengths = [100 * (rank + 1) for rank in range(ranks)]
+            own, gathered = x[: lengths[me]], torch.empty(sum(lengths))
+            issue(lambda own=own, to=gathered: mcr.all_gather_v(list(to.split(lengths)), own), own, gathered)
+            mcr.all_gather_object([me])
+            assert mcr.broadcast_object([turn] if me == 0 else None, 0) == [turn]
+            if me < 2:
+                row: list[int | None] = [None, None]
+                seen.append(row)
+                sent = mcr.isend(x[:70], 1 - me)
+                row[0] = of(x[:70])
+                issue(lambda x=x: mcr.recv(x[-70:], 1 - me), None, x[-70:])
+                sent.wait()
+            again = mcr.persistent("all_reduce", x, op="AVG", tag="again")
+            for _ in range(2):
+                issue(again, x, x)
+            row = [of(x), None]
+            seen.append(row)
+            again.start().wait()
+            row[1] = of(x)
+            issue(mcr.barrier, None, None)
+    return seen
+
+
+def test_digests_are_of_what_the_program_passes_and_gets(tmp_path: Path) -> None:
+    for result in run_ranks(in_all_manners, 4, args=[str(tmp_path)]):
+        found = load(tmp_path / f"job0-epoch0-rank{result.rank}.digests")
+        assert found.ended
+        rows = [
+            [
+                int(row[name]) if row["flags"] & flag else None
+                for name, flag in (("input", INPUT), ("output", OUTPUT))
+            ]
+            for row in found.rows
+        ]
+        texts = [found.calls[row["call"]].text for row in found.rows]
+        for number, (mine, theirs) in enumerate(zip(rows, result.value, strict=True)):
+            assert mine == theirs, (number, texts[number])
 
 
 def model() -> nn.Module:

@@ -45,7 +45,7 @@ def _print(first: Parting) -> None:
     from mcr_plus.errors import phrase_ranks
 
     pair, ranks = list(zip("AB", first.operations, strict=True)), phrase_ranks(first.ranks)
-    others = f"; also {phrase_ranks(first.others)}, after it" if first.others else ""
+    others = f"; {phrase_ranks(first.others)} part there, too" if first.others else ""
     said = {
         "call": f"the programs part on {ranks}",
         "input": f"its input differs on {ranks}{others}",

@@ -90,14 +90,14 @@ class DigestHook(JobHook):
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """An operation of the program. `outputs`: its results, until their digest is taken."""
+    """An operation of the program. `receives`: whether this rank gets a result."""
 
     call: int
     stream: str
     index: int
     number: int
     elements: int
-    outputs: tuple[torch.Tensor, ...]
+    receives: bool
     flags: int = 0
     input: int = 0
     output: int = 0
@@ -141,14 +141,15 @@ class DigestWriter(OperationHook):
         begun = partial(self._guarded, self._begun, group, issue, known)
 
         def start(message: Message) -> Work:
-            row = begun(message, sys._getframe(1))
+            row, outputs = begun(message, sys._getframe(1)), message.outputs
             work = issue.start(message)
-            return work if row is None else work.then(partial(self._guarded, self._ended, row))
+            return work if row is None else work.then(partial(self._guarded, self._ended, row, outputs))
 
         def run(message: Message) -> None:
-            row = begun(message, sys._getframe(1))
-            issue.run(message.with_tensors(message.inputs, message.outputs))  # a handle drops its tensors
-            self._guarded(self._ended, row)
+            row, outputs = begun(message, sys._getframe(1)), message.outputs
+            issue.run(message.with_tensors(message.inputs, outputs))  # a handle drops its tensors
+            if row is not None:
+                self._guarded(self._ended, row, outputs)
 
         return Issue(start, run)
 
@@ -196,7 +197,7 @@ class DigestWriter(OperationHook):
         signature = message.signature
         if signature.compress is False and signature.tag in _OWN_TAGS:
             return None
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("mcr_plus."):
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith("mcr_plus."):
             if frame.f_code.co_name in _OBJECTS:
                 return None
             frame = frame.f_back
@@ -211,8 +212,9 @@ class DigestWriter(OperationHook):
         _, stream, number = found
         sends, receives = collective(signature.kind).buffers(root=signature.root in (None, group.rank))
         elements = max((each.numel() for each in (*message.inputs, *message.outputs)), default=0)
-        outputs = () if receives == "none" else message.outputs
-        row = _Row(number, stream, next(self._indices), next(self._numbers[stream]), elements, outputs)
+        row = _Row(
+            number, stream, next(self._indices), next(self._numbers[stream]), elements, receives != "none"
+        )
         self._in_flight[row.index] = row
         if sends != "none" and message.inputs:
             take = partial(self._guarded, self._take, row, "input", files.INPUT, message.inputs[0])
@@ -222,12 +224,10 @@ class DigestWriter(OperationHook):
                 message.prepare = partial(_in_turn, message.prepare, take)
         return row
 
-    def _ended(self, row: _Row | None) -> None:
-        if row is None:
-            return
-        if row.outputs:
-            self._take(row, "output", files.OUTPUT, row.outputs[0])
-        row.outputs, row.flags = (), row.flags | files.DONE
+    def _ended(self, row: _Row, outputs: tuple[torch.Tensor, ...]) -> None:
+        if row.receives and outputs:
+            self._take(row, "output", files.OUTPUT, outputs[0])
+        row.flags |= files.DONE
         self._in_flight.pop(row.index, None)
         self._rows.append(row)
         if len(self._rows) >= _MOST or time.monotonic() > self._flushed + _EVERY:

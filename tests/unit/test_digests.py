@@ -12,8 +12,9 @@ import pytest
 import torch
 from command import mcr_plus
 
+from mcr_plus import registry
 from mcr_plus.config import reader
-from mcr_plus.errors import ConfigError
+from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.reproducible.compare import Comparison, compare
 from mcr_plus.reproducible.digest_file import (
     DONE,
@@ -26,7 +27,7 @@ from mcr_plus.reproducible.digest_file import (
     chunk,
     load,
 )
-from mcr_plus.reproducible.digests import digest_of
+from mcr_plus.reproducible.digests import DigestHook, digest_of
 
 WORD = (1 << 64) - 1
 FACTOR = 0x9E3779B97F4A7C15
@@ -268,6 +269,26 @@ def test_options_that_are_wrong(tmp_path: Path, options: str, said: str) -> None
     with pytest.raises(ConfigError, match="digests") as error:
         reader.load(tmp_path / "p.yaml")
     assert said in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    given = reader.load({"version": 1, "observe": {"digests": str(tmp_path / "file" / "folder")}})
+    with pytest.raises(
+        ConfigError, match=r"observe.digests: expected a folder .*/file/folder': Not a directory"
+    ):
+        DigestHook().check(given)
+
+
+def test_an_installation_without_this_folder_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_is_here", lambda reference: "reproducible" not in str(reference))
+    with pytest.raises(
+        ConfigError, match=r"digests: .*this installation of mcr_plus has no folder `reproducible`"
+    ):
+        reader.load({"version": 1, "observe": {"digests": "f"}})
+    with pytest.raises(Unsupported, match="needs the folder `reproducible`, which is not installed"):
+        registry.ordered_sum()
+    assert all("Digest" not in str(hook) for hook in registry.installed("hooks"))
 
 
 def test_options_are_read_back() -> None:

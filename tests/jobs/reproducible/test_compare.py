@@ -138,6 +138,7 @@ def in_all_manners(folder: str) -> list[Any]:
     with mcr.init(config(folder, pipeline=pipeline)) as comm:
         me, ranks = comm.rank, comm.size
         waiting: list[tuple[Any, list[int | None], torch.Tensor]] = []
+        lengths = [100 * (rank + 1) for rank in range(ranks)]
 
         def issue(call: Any, given: torch.Tensor | None, result: torch.Tensor | None, **options: Any) -> None:
             row = [None if given is None else of(given), None]
@@ -169,7 +170,7 @@ def in_all_manners(folder: str) -> list[Any]:
                 out if me == 0 else None,
                 x,
             )
-            lengths = [100 * (rank + 1) for rank in range(ranks)]
+
             own, gathered = x[: lengths[me]], torch.empty(sum(lengths))
             issue(lambda own=own, to=gathered: mcr.all_gather_v(list(to.split(lengths)), own), own, gathered)
             mcr.all_gather_object([me])

@@ -50,7 +50,7 @@ class DigestOptions(StageOptions):
 
 
 class ObserveOptions(StageOptions):
-    """Options of observation. They do not affect results, and ranks may differ in them.
+    """Options of observation. They do not affect results, and ranks may differ in all but `digests`.
 
     `dump`: the folder for Flight Recorder dumps, relative to the working directory; None means the folder of
     MCR_DUMP. With a folder, every failure of an operation writes dumps.

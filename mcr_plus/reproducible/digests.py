@@ -276,11 +276,12 @@ def _described(group: Group, issue: Issue, message: Message, site: str) -> files
     signature, peer = message.signature, message.peer
     root = signature.root if signature.root_in_job is None else signature.root_in_job
     named = {"root": root, "peer": None if peer is None else group.ranks[peer], "tag": signature.tag}
-    words = [signature.kind, signature.reduce_op or "", dtype_name(signature.dtype)]
+    dtype = dtype_name(signature.dtype)
+    words = [signature.kind, signature.reduce_op or "", "" if signature.dtype is None else dtype]
     words += [f"{name}={value}" for name, value in named.items() if value is not None]
     words += [signature.device] if signature.device != "cpu" else []
     library = "" if issue.operation is None else issue.operation.backend
     return files.CallOfProgram(
         group.name + files.BUCKETS * message.already_bucketed, signature.kind, " ".join(filter(None, words)),
-        dtype_name(signature.dtype), group.size, " ".join(filter(None, (library, signature.sums))), site,
+        dtype, group.size, " ".join(filter(None, (library, signature.sums))), site,
     )  # fmt: skip

@@ -152,7 +152,8 @@ def in_all_manners(folder: str) -> list[Any]:
         for turn in range(3):
             x, out = numbers(me + 10 * turn, 3000), torch.empty(3000 * ranks)
             for options in ({}, {"async_op": True}, {"compress": "int8_block"}, {"tag": "named"}):
-                issue(lambda x=x, **more: mcr.all_reduce(x, "AVG", **more), x, x, **options)
+                y = x.clone()
+                issue(lambda y=y, **more: mcr.all_reduce(y, "AVG", **more), y, y, **options)
             for work, row, result in waiting:
                 work.wait()
                 row[1] = of(result)
@@ -170,16 +171,13 @@ def in_all_manners(folder: str) -> list[Any]:
                 out if me == 0 else None,
                 x,
             )
-
             own, gathered = x[: lengths[me]], torch.empty(sum(lengths))
             issue(lambda own=own, to=gathered: mcr.all_gather_v(list(to.split(lengths)), own), own, gathered)
             mcr.all_gather_object([me])
             assert mcr.broadcast_object([turn] if me == 0 else None, 0) == [turn]
             if me < 2:
-                row: list[int | None] = [None, None]
-                seen.append(row)
+                seen.append([of(x[:70]), None])
                 sent = mcr.isend(x[:70], 1 - me)
-                row[0] = of(x[:70])
                 issue(lambda x=x: mcr.recv(x[-70:], 1 - me), None, x[-70:])
                 sent.wait()
             again = mcr.persistent("all_reduce", x, op="AVG", tag="again")
@@ -217,10 +215,8 @@ def model() -> nn.Module:
 def steps(net: nn.Module, optimizer: Any, rank: int, flips: bool) -> None:
     for step in range(4):
         if flips and step == 2 and rank == 1:
-            flip(
-                next(net.parameters()) if not hasattr(net, "unshard") else next(net.parameters()).to_local(),
-                5,
-            )  # type: ignore[attr-defined]
+            first: Any = next(net.parameters())
+            flip(first.to_local() if hasattr(first, "to_local") else first, 5)
         optimizer.zero_grad()
         net(numbers(10 * step + rank, 30 * 6).view(6, 30)).square().mean().backward()
         optimizer.step()
@@ -237,7 +233,8 @@ def training(folder: str, way: str, flips: bool, bucket: str, sums: str) -> None
             mcr.all_reduce(torch.stack([each.detach().sum() for each in net.parameters()]), tag="check")
         return
     dist.init_process_group("mcr", pg_options=settings)
-    net = fully_shard(model()) if way == "fsdp" else nn.parallel.DistributedDataParallel(model())
+    wrapped: Any = fully_shard if way == "fsdp" else nn.parallel.DistributedDataParallel
+    net = wrapped(model())
     steps(net, torch.optim.SGD(net.parameters(), 0.1), dist.get_rank(), flips)
     dist.destroy_process_group()
 

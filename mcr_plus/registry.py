@@ -62,7 +62,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
 """Aliases that users may write → the names stored and shown."""
 HOOKS: dict[str, object] = {
     "bucketing": "mcr_plus.bucketing.hook:BucketingHook",
-    "digests": "mcr_plus.reproducible.digests:DigestHook",
+    "digests": "mcr_plus.reproducible.hook:DigestHook",
     "observe": "mcr_plus.observe.hook:ObserveHook",
     "training": "mcr_plus.training.hook:TrainingHook",
 }

@@ -27,22 +27,18 @@ from mcr_plus.core.kinds import collective, dtype_name
 from mcr_plus.core.stacks import position_of, site_at
 from mcr_plus.engine.hook import OperationHook
 from mcr_plus.engine.issue import Issue
-from mcr_plus.job.hooks import JobHook
 from mcr_plus.kernels import checksum, digest
-from mcr_plus.observe.files import check_writable
-from mcr_plus.observe.options import DigestOptions, observed, operations_in
-from mcr_plus.rendezvous.heartbeats import job_id
+from mcr_plus.observe.options import operations_in
 from mcr_plus.reproducible import digest_file as files
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from mcr_plus.config.schema import Config
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message
     from mcr_plus.core.work import Work
     from mcr_plus.engine.work import IssuedWork
-    from mcr_plus.job.runtime import Runtime
+    from mcr_plus.observe.options import DigestOptions
 
 _log = logging.getLogger("mcr_plus")
 _EVERY: Final = 1.0  # seconds between two writes
@@ -50,42 +46,6 @@ _MOST: Final = 4096  # rows between two writes
 _OBJECTS: Final = ("all_gather_object", "broadcast_object")  # their bytes are signed anew in each job
 _OWN_TAGS: Final = ("elastic", "horovod.negotiation", "local.check", "local.warmup", "plan")
 """Tags of operations of mcr_plus itself, which exchange times and answers; never compressed."""
-
-
-class DigestHook(JobHook):
-    """Job hook that writes digests, if the configuration names a folder for them."""
-
-    def __init__(self) -> None:
-        self._writer: DigestWriter | None = None
-        self._jobs = 0
-
-    def check(self, config: Config) -> None:
-        """Check that the folder can be written; see `JobHook`."""
-        if (options := observed(config).digests) is not None:
-            check_writable(options.folder, f"{config.name}: observe.digests")
-            digest_of(torch.zeros(1, device="cpu"))  # compiles the kernels, or loads them
-
-    def begin(self, runtime: Runtime) -> None:
-        """See `JobHook`."""
-        self.closing()
-        options, world = observed(runtime.config).digests, runtime.world
-        self._jobs += world.roster is None  # otherwise the world is a later epoch of the same job
-        if options is not None:
-            number = max(self._jobs - 1, 0), 0 if world.roster is None else world.roster.epoch
-            about = files.About(job_id(runtime.engine.peers.processes), world.rank, world.size)
-            path = files.file_of(Path(options.folder).absolute(), number, world.rank)
-            self._writer = DigestWriter(path, about, options)
-            runtime.add_hook(self._writer)
-
-    def closing(self) -> None:
-        """See `JobHook`."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def abandon(self) -> None:
-        """See `JobHook`."""
-        if self._writer is not None:
-            self._writer.stop()
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +64,11 @@ class _Row:
 
     def plain(self) -> tuple[int, ...]:
         return self.call, self.flags, self.index, self.number, self.elements, self.input, self.output
+
+
+def prepare() -> None:
+    """Compile the kernels, or load them from disk."""
+    digest_of(torch.zeros(1, device="cpu"))
 
 
 def digest_of(values: torch.Tensor) -> int:

@@ -27,7 +27,8 @@ from mcr_plus.reproducible.digest_file import (
     chunk,
     load,
 )
-from mcr_plus.reproducible.digests import DigestHook, digest_of
+from mcr_plus.reproducible.digests import digest_of
+from mcr_plus.reproducible.hook import DigestHook
 
 WORD = (1 << 64) - 1
 FACTOR = 0x9E3779B97F4A7C15

@@ -62,6 +62,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
 """Aliases that users may write → the names stored and shown."""
 HOOKS: dict[str, object] = {
     "bucketing": "mcr_plus.bucketing.hook:BucketingHook",
+    "digests": "mcr_plus.reproducible.hook:DigestHook",
     "observe": "mcr_plus.observe.hook:ObserveHook",
     "training": "mcr_plus.training.hook:TrainingHook",
 }
@@ -83,6 +84,8 @@ TABLE_FORMATS: dict[str, object] = {
     "oneccl": "mcr_plus.tables.interchange.oneccl:FORMAT",
 }
 """Other libraries' formats of tables, see `mcr_plus.tables.interchange.exchange.TableFormat`."""
+ORDERED_SUM: str = "mcr_plus.reproducible.steps:OrderedSum"
+"""Reduction in a fixed order over libraries with an order of their own, because stages may not import it."""
 OBSERVE: str = "mcr_plus.observe.options:observe_options"
 """Function that returns the options under `observe:`, by name, because `config` may not import `observe`."""
 REGISTRIES: dict[str, dict[str, object]] = {
@@ -128,14 +131,25 @@ def checked(kind: str, name: str, expected: type[T]) -> T:
 
 def installed(kind: str) -> list[object]:
     """Return all objects of a kind, imported; capabilities that are not installed are left out."""
-    ours = _registry(kind)
-    return [get(kind, name) for name in names(kind) if _is_here(ours.get(name))]
+    return [get(kind, name) for name in names(kind) if is_installed(kind, name)]
 
 
 def observe_options() -> Any:
     """Return the pydantic model of the options under `observe:`; None if `observe/` is not installed."""
     model: Any = _import("observer", "observe", OBSERVE) if _is_here(OBSERVE) else None
     return model and model()
+
+
+def ordered_sum() -> Any:
+    """Return the class `OrderedSum`; raise `Unsupported` if `reproducible/` is not installed."""
+    if not _is_here(ORDERED_SUM):
+        raise Unsupported("`sums` over this library needs the folder `reproducible`, which is not installed")
+    return _import("reduction", "sums", ORDERED_SUM)
+
+
+def is_installed(kind: str, name: str) -> bool:
+    """Return False for a built-in object of a capability that is not installed."""
+    return _is_here(_registry(kind).get(name))
 
 
 def _is_here(reference: object) -> bool:

@@ -20,8 +20,8 @@ from mcr_plus.errors import ConfigError, McrError
 _FAILED: Final = 1
 _BAD_USAGE: Final = 2
 _COMMANDS: Final = (
-    "doctor", "run", "validate", "explain", "layout", "tune", "bench", "plan", "replay", "diagnose", "report",
-    "warmup", "top", "table", "msccl", "trace",
+    "doctor", "run", "validate", "explain", "layout", "tune", "bench", "plan", "replay", "diagnose",
+    "compare", "report", "warmup", "top", "table", "msccl", "trace",
 )  # fmt: skip
 """Each is a module of `mcr_plus.cli` with a function of that name, or with an `app` of subcommands."""
 

@@ -86,8 +86,12 @@ def _write(path: Path, content: bytes) -> None:
 def check_folder(config: Config) -> None:
     """Raise `ConfigError` if dumps cannot be written to their folder; create the folder if it is missing."""
     folder, place = dump_folder_of(config)
-    if folder is None:
-        return
+    if folder is not None:
+        check_writable(folder, place)
+
+
+def check_writable(folder: str, place: str) -> None:
+    """Create a folder if it is missing; raise `ConfigError`, with `place`, if it cannot be written."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -128,9 +128,9 @@ class SelectStage(Stage):
         )
 
     def _in_order(self, signature: Signature, choice: str, next: Next) -> Issue:
-        from mcr_plus.reproducible.steps import OrderedSum  # imported here: most jobs have no `sums`
-
-        steps = OrderedSum(signature, self._context.group.rank, self._pool, partial(self.bind, next=next))
+        steps = registry.ordered_sum()(
+            signature, self._context.group.rank, self._pool, partial(self.bind, next=next)
+        )
         why = "may be replaced or verified" if self._is_wrapped else "has an order of its own"
         next.note(f"sums: {signature.sums}: {choice} {why}: {steps.description}")
         return Issue(steps.start)

@@ -274,6 +274,8 @@ def by_torch(libraries: list[str], dtypes: list[str], sizes: dict[str, int]) -> 
         dist.init_process_group("mcr", pg_options={"version": 1, "backends": [library]})
         for dtype in (dtype for dtype in DTYPES if dtype_name(dtype) in dtypes):
             for op in REDUCE_OPS:
+                if dtype.is_complex and (op not in ("SUM", "AVG") or dtype not in COMPLEX):
+                    continue  # dist.all_reduce itself refuses them, or passes on the parts of complex32
                 torchs = getattr(dist.ReduceOp, op)
                 cases = [(int(size), salt) for size, count in sizes.items() for salt in range(count)]
                 for numel, salt in cases:
@@ -330,7 +332,7 @@ def test_steps_keep_the_contract(part: str, library: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "moved"])
 def test_torchs_calls_keep_the_contract(part: str) -> None:
     _passes(by_torch, 3, LIBRARIES, PARTS[part], FEW if part == "some" else MANY)
 

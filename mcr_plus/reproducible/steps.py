@@ -17,7 +17,6 @@ from mcr_plus.core.kinds import VECTOR, Kind, collective
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.engine.issue import Issue
-from mcr_plus.errors import Unsupported
 
 SMALL: Final = 64 << 10
 """Most bytes of all ranks' values together that are gathered whole: a step costs more than these bytes."""
@@ -33,8 +32,7 @@ class OrderedSum:
         assert signature.sums is not None
         assert signature.dtype is not None
         assert signature.reduce_op is not None
-        if signature.device != "cpu":
-            raise Unsupported(f"{signature.describe()}: `sums` is for tensors in host memory")
+        assert signature.device == "cpu"
         self._signature, self._rank, self._pool = signature, rank, pool
         self._table = SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
         ranks, numel = signature.ranks, (signature.nbytes or 0) // signature.dtype.itemsize

@@ -128,6 +128,16 @@ class SelectStage(Stage):
         )
 
     def _in_order(self, signature: Signature, choice: str, next: Next) -> Issue:
+        if signature.device != "cpu":
+            if self._context.backends[choice].on_stream:
+                raise Unsupported(
+                    f"{signature.describe()}: {choice} adds in an order of its own; name a library that takes "
+                    "tensors through host memory, or sums: fast"
+                )
+            from mcr_plus.engine.streams import stage_through_host  # imported here: for devices alone
+
+            on_host = self._in_order(signature.replace(device="cpu"), choice, next)
+            return on_host if self._context.runtime is None else stage_through_host(signature, on_host)
         steps = registry.ordered_sum()(
             signature, self._context.group.rank, self._pool, partial(self.bind, next=next)
         )

@@ -471,6 +471,19 @@ def _verified(backends: Sequence[str], failures: Failures) -> None:
             )
 
 
+def _sums(backends: Sequence[str], failures: Failures) -> None:
+    """Test `sums` on tensors of the device: the bits of the same call on the host."""
+    with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
+        for library in backends:
+            for sums in ("fixed", "exact"):
+                for dtype in (torch.float32, torch.bfloat16):
+                    host = torch.randn(5003, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+                    tensor = host.to(DEVICE)
+                    comm.all_reduce(host, sums=sums, backend=library)
+                    comm.all_reduce(tensor, sums=sums, backend=library)
+                    failures.expect(f"{sums} {dtype} on {library}", torch.equal(tensor.cpu(), host))
+
+
 PARTS: Final[dict[str, dict[str, Part]]] = {
     "operations": {
         "types": _types,
@@ -486,10 +499,11 @@ PARTS: Final[dict[str, dict[str, Part]]] = {
         "in torch": _in_torch,
         "cupy": _cupy,
         "verified": _verified,
+        "sums": _sums,
     },
     "layers": {**{name: _layer(name) for name in LAYERS}, "FSDP": _fsdp},
 }
 """What is checked, by the launch in which it is checked and its name."""
 
-LACKING: Final = {"nccl": ("messages", "dropped", "verified")}
+LACKING: Final = {"nccl": ("messages", "dropped", "verified", "sums")}
 """Parts that need what a library lacks: match tags, a host that has the data."""

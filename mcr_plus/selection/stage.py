@@ -131,8 +131,8 @@ class SelectStage(Stage):
         if signature.device != "cpu":
             if self._context.backends[choice].on_stream:
                 raise Unsupported(
-                    f"{signature.describe()}: {choice} adds in an order of its own; name a library that takes "
-                    "tensors through host memory, or sums: fast"
+                    f"{signature.describe()}: {choice} adds in an order of its own; name a library that "
+                    "takes tensors through host memory, or sums: fast"
                 )
             from mcr_plus.engine.streams import stage_through_host  # imported here: for devices alone
 

@@ -84,8 +84,11 @@ TABLE_FORMATS: dict[str, object] = {
     "oneccl": "mcr_plus.tables.interchange.oneccl:FORMAT",
 }
 """Other libraries' formats of tables, see `mcr_plus.tables.interchange.exchange.TableFormat`."""
-ORDERED_SUM: str = "mcr_plus.reproducible.steps:OrderedSum"
-"""Reduction in a fixed order over libraries with an order of their own, because stages may not import it."""
+REPRODUCIBLE: dict[str, str] = {
+    "sums over this library": "mcr_plus.reproducible.steps:OrderedSum",
+    "accumulate='exact'": "mcr_plus.reproducible.accumulators:ExactPasses",
+}
+"""Classes by what needs them: those that need them may not import them."""
 OBSERVE: str = "mcr_plus.observe.options:observe_options"
 """Function that returns the options under `observe:`, by name, because `config` may not import `observe`."""
 REGISTRIES: dict[str, dict[str, object]] = {
@@ -140,11 +143,11 @@ def observe_options() -> Any:
     return model and model()
 
 
-def ordered_sum() -> Any:
-    """Return the class `OrderedSum`; raise `Unsupported` if `reproducible/` is not installed."""
-    if not _is_here(ORDERED_SUM):
-        raise Unsupported("`sums` over this library needs the folder `reproducible`, which is not installed")
-    return _import("reduction", "sums", ORDERED_SUM)
+def reproducible(what: str) -> Any:
+    """Return the class of `REPRODUCIBLE`; raise `Unsupported` if the folder is not installed."""
+    if not _is_here(REPRODUCIBLE[what]):
+        raise Unsupported(f"{what}: needs the folder `reproducible`, which is not installed")
+    return _import("reduction", what, REPRODUCIBLE[what])
 
 
 def is_installed(kind: str, name: str) -> bool:

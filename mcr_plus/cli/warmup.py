@@ -143,7 +143,7 @@ def _sums() -> None:
                 SumTable(sums, dtype, "AVG", 2)
         one = ExactSums(1)
         for value in (1.0, 2.0**-60):  # the second has an error
-            one.add(torch.tensor([value]), 0)
+            one.add(torch.tensor([value], device="cpu"), 0)
 
 
 def _buffers() -> None:

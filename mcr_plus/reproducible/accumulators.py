@@ -97,10 +97,10 @@ class ExactSums:
     def _add_others(self, gather: Callable[[object], list[Any]]) -> None:
         """Add up the elements that have several parts on any rank, and these only."""
         more = self._parts[1:]
-        own = torch.stack(more).ne(0).any(0).nonzero().view(-1) if more else torch.empty(0, dtype=torch.long)
+        own = torch.stack(more).ne(0).any(0).nonzero().view(-1) if more else _empty(0, torch.long)
         index = torch.cat(gather(own)).unique()
         rows = torch.cat(gather(torch.stack([part[index] for part in self._parts])))
-        sums = torch.empty(index.numel(), dtype=torch.float64)
+        sums = _empty(index.numel(), torch.float64)
         SumTable("exact", torch.float64, "SUM", len(rows)).reduce(rows.view(-1), sums)
         self._total[index] = sums
 
@@ -110,7 +110,11 @@ class ExactPasses:
 
     Attributes:
         number: of complete passes.
+        dtypes: of gradients that can be added up.
+        sums: class of the sums of a bucket.
     """
+
+    dtypes, sums = DTYPES, ExactSums
 
     def __init__(self) -> None:
         self.reset()
@@ -148,4 +152,8 @@ class ExactPasses:
 
 
 def _zeros(numel: int) -> torch.Tensor:
-    return torch.full((numel,), -0.0, dtype=torch.float64)
+    return _empty(numel, torch.float64).fill_(-0.0)
+
+
+def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="cpu")

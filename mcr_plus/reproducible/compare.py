@@ -31,7 +31,7 @@ _SHOWN: Final = 8  # elements
 
 
 @dataclass(frozen=True)
-class Operation:
+class ComparedOperation:
     """An operation of one run: its name, and the library and line of the program, where they are known."""
 
     text: str
@@ -65,7 +65,7 @@ class Parting:
     number: int
     what: What
     ranks: list[int]
-    operations: list[Operation | None]
+    operations: list[ComparedOperation | None]
     index: int
     kind: str
     dtype: str
@@ -170,7 +170,7 @@ def _compare_rank(
             None if number == lacks else (run.calls[each["call"][at]], each[at])
             for number, (run, each) in enumerate(zip(runs, rows, strict=True))
         ]
-        pair: list[Operation | None] = [each and _operation(*each) for each in seen]
+        pair: list[ComparedOperation | None] = [each and _operation(*each) for each in seen]
         if what == "call" and stream.endswith(BUCKETS):
             text = " in A, ".join(each.text for each in pair if each)
             notes.setdefault(f"other buckets, not compared from {text} in B", []).append(rank)
@@ -185,10 +185,10 @@ def _compare_rank(
     return min(partings, key=Parting.order, default=None), inputs
 
 
-def _operation(call: CallOfProgram, row: Any) -> Operation:
+def _operation(call: CallOfProgram, row: Any) -> ComparedOperation:
     number, elements = int(row["number"]), int(row["elements"])
     name = f"operation {number} of '{call.stream}' ({call.text}, {elements:,} elements)"
-    return Operation(name, call.how, call.site)
+    return ComparedOperation(name, call.how, call.site)
 
 
 def _by_stream(digests: RankDigests) -> dict[str, NDArray[Any]]:

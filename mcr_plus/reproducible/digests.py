@@ -49,7 +49,7 @@ _OWN_TAGS: Final = ("elastic", "horovod.negotiation", "local.check", "local.warm
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class _DigestRow:
     """An operation of the program. `receives`: whether this rank gets a result."""
 
     call: int
@@ -86,8 +86,8 @@ class DigestWriter(OperationHook):
         self._written = 0  # calls that the file has
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(1))
         self._indices = count()
-        self._rows: deque[_Row] = deque()
-        self._in_flight: dict[int, _Row] = {}
+        self._rows: deque[_DigestRow] = deque()
+        self._in_flight: dict[int, _DigestRow] = {}
         self._naming, self._writing = threading.Lock(), threading.Lock()
         self._flushed = time.monotonic()
         self._is_on, self._has_warned = True, False
@@ -158,7 +158,7 @@ class DigestWriter(OperationHook):
         known: dict[tuple[int, int, int | None], tuple[Any, str, int]],
         message: Message,
         frame: FrameType | None,
-    ) -> _Row | None:
+    ) -> _DigestRow | None:
         signature = message.signature
         if signature.compress is False and signature.tag in _OWN_TAGS:
             return None
@@ -177,7 +177,7 @@ class DigestWriter(OperationHook):
         _, stream, number = found
         sends, receives = collective(signature.kind).buffers(root=signature.root in (None, group.rank))
         elements = max((each.numel() for each in (*message.inputs, *message.outputs)), default=0)
-        row = _Row(
+        row = _DigestRow(
             number, stream, next(self._indices), next(self._numbers[stream]), elements, receives != "none"
         )
         self._in_flight[row.index] = row
@@ -189,7 +189,7 @@ class DigestWriter(OperationHook):
                 message.prepare = partial(_in_turn, message.prepare, take)
         return row
 
-    def _ended(self, row: _Row, outputs: tuple[torch.Tensor, ...]) -> None:
+    def _ended(self, row: _DigestRow, outputs: tuple[torch.Tensor, ...]) -> None:
         if row.receives and outputs:
             self._take(row, "output", files.OUTPUT, outputs[0])
         row.flags |= files.DONE
@@ -198,7 +198,7 @@ class DigestWriter(OperationHook):
         if len(self._rows) >= _MOST or time.monotonic() > self._flushed + _EVERY:
             self._flush()
 
-    def _take(self, row: _Row, part: str, flag: int, values: torch.Tensor) -> None:
+    def _take(self, row: _DigestRow, part: str, flag: int, values: torch.Tensor) -> None:
         """Take the digest of one part of an operation."""
         if not values.is_cpu:
             if not self._has_warned:

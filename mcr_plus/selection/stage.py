@@ -138,7 +138,7 @@ class SelectStage(Stage):
 
             on_host = self._in_order(signature.replace(device="cpu"), choice, next)
             return on_host if self._context.runtime is None else stage_through_host(signature, on_host)
-        steps = registry.ordered_sum()(
+        steps = registry.reproducible("sums over this library")(
             signature, self._context.group.rank, self._pool, partial(self.bind, next=next)
         )
         why = "may be replaced or verified" if self._is_wrapped else "has an order of its own"

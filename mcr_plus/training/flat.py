@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import torch
 
@@ -20,9 +20,6 @@ from mcr_plus.core.work import Work
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.bucket import Bucket
-
-if TYPE_CHECKING:
-    from mcr_plus.reproducible.accumulators import ExactSums
 
 _TURNS: Final = 3  # tensors of a bucket with failover
 
@@ -50,7 +47,7 @@ class Flat:
     """Memory of a bucket, and the state of its operation.
 
     `memory`: one tensor that is reduced in place, or the tensors used in turn. `turn`: the index of the
-    tensor that holds the gradients of this pass. `sums`: exact ones, which `values` gets the means of.
+    tensor that holds the gradients of this pass. `sums`: an `ExactSums` or None.
     """
 
     memory: list[torch.Tensor]
@@ -63,7 +60,7 @@ class Flat:
     missing: int = 0
     work: Work | None = None
     turn: int = 0
-    sums: ExactSums | None = None
+    sums: Any = None
 
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
@@ -154,7 +151,7 @@ def add_to_sums(slot: ParameterSlot) -> None:
     _check(grad, slot, view)
     if grad.stride() != view.stride():
         grad = view.copy_(grad)
-    flat.sums.add(grad.as_strided((grad.numel(),), (1,)), int(view.storage_offset()))
+    flat.sums.add(grad.as_strided((grad.numel(),), (1,)), view.storage_offset())
     slot.param.grad, slot.is_summed = None, True
 
 

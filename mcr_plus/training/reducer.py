@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd import Variable
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from mcr_plus.bucketing.auto_plan import AutoPlan
     from mcr_plus.bucketing.compiled import CompiledCall
     from mcr_plus.bucketing.saved import SavedPlan
-    from mcr_plus.reproducible.accumulators import ExactPasses
 
 _log = logging.getLogger("mcr_plus")
 _MEASURED_PASS: Final = 3  # `plan: exact` uses the times of this pass; earlier ones allocate and warm up
@@ -74,8 +73,8 @@ class Reducer:
     Operations are issued in a separate group. A rank without a gradient for some parameter sends that bucket
     late, which must not change the order of the program's own operations. `branch`: its name, or None.
 
-    `exact`: passes are added up exactly, see `reproducible.accumulators`. A parameter then has no gradient
-    from pass to pass.
+    `exact`: an `ExactPasses`, if passes are added up exactly. A parameter then has no gradient from pass to
+    pass.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Reducer:
         comm: Communicator,
         branch: str | None = None,
         *,
-        exact: ExactPasses | None = None,
+        exact: Any = None,
     ) -> None:
         self._group = comm.name
         for param in {id(param): param for _, param in params}.values():
@@ -266,10 +265,8 @@ class Reducer:
             for bucket, choice in zip(plan, choices or [Choice()] * len(plan), strict=True)
         ]
         if self.exact is not None:
-            from mcr_plus.reproducible.accumulators import ExactSums
-
             for flat in self._flats:
-                flat.sums = ExactSums(flat.values.numel())
+                flat.sums = self.exact.sums(flat.values.numel())
 
     def _given(self) -> SavedPlan | None:
         """Return the plan from a file or a loaded state; None without one."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch.nn.utils import stateless
 
+from mcr_plus import registry
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.gradient_policy import TAG, policy_for
 from mcr_plus.communicator.transfer import broadcast_tensors
@@ -33,7 +34,6 @@ from mcr_plus.training.reducer import Reducer
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.compiled import CompiledCall
-    from mcr_plus.reproducible.accumulators import ExactPasses
 
 Accumulate = Literal["fast", "exact"]
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -58,7 +58,7 @@ class _Wrapped(_Inert):
         optimizer: torch.optim.Optimizer,
         comm: Communicator,
         branch: str | None = None,
-        exact: ExactPasses | None = None,
+        exact: Any = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.optimizer = weakref.ref(optimizer)
@@ -300,16 +300,15 @@ def _move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Commun
 
 def _exact_passes(
     named: Sequence[tuple[str, torch.nn.Parameter]], comm: Communicator, accumulate: Accumulate
-) -> ExactPasses | None:
-    """Return what counts passes that are added up exactly; raises for gradients that cannot be."""
+) -> Any:
+    """Return an `ExactPasses` or None; raises for gradients that cannot be added up exactly."""
     if accumulate not in get_args(Accumulate):
         raise InvalidArgument(f"accumulate: expected 'fast' or 'exact', got {accumulate!r}")
     if accumulate == "fast":
         return None
-    from mcr_plus.reproducible.accumulators import DTYPES, ExactPasses
-
+    exact = registry.reproducible("accumulate='exact'")()
     for name, param in named:
-        if param.dtype not in DTYPES or param.device.type != "cpu":
+        if param.dtype not in exact.dtypes or param.device.type != "cpu":
             raise Unsupported(
                 f"accumulate='exact': '{name}' is of {param.dtype} on {param.device.type}; expected float32, "
                 "bfloat16 or float16 in host memory"
@@ -319,7 +318,7 @@ def _exact_passes(
                 f"accumulate='exact': the configuration gives the gradient of '{name}' a codec, which is not "
                 f"exact; add a rule `match: {{tag: {TAG}}}` with `compress: {{codec: none}}` before others"
             )
-    return ExactPasses()
+    return exact
 
 
 @contextmanager

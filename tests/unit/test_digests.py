@@ -288,7 +288,7 @@ def test_an_installation_without_this_folder_says_so(monkeypatch: pytest.MonkeyP
     ):
         reader.load({"version": 1, "observe": {"digests": "f"}})
     with pytest.raises(Unsupported, match="needs the folder `reproducible`, which is not installed"):
-        registry.ordered_sum()
+        registry.reproducible("accumulate='exact'")
     assert all("Digest" not in str(hook) for hook in registry.installed("hooks"))
 
 

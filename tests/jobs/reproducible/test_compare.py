@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from command import mcr_plus
@@ -334,6 +335,7 @@ def losing(folder: str, flips: bool) -> None:
     mcr.finalize()
 
 
+@pytest.mark.long
 def test_worlds_after_a_loss_are_compared_one_by_one(tmp_path: Path) -> None:
     one, same, other = (str(tmp_path / name) for name in ("one", "same", "other"))
     for folder, flips in ((one, False), (same, False), (other, True)):
@@ -363,6 +365,7 @@ def full_disk(folder: str) -> list[bool]:
     return [all(right)]
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_the_digests_but_not_the_job(tmp_path: Path) -> None:
     results = run_ranks(full_disk, 2, args=[str(tmp_path)])
     for result in results:

@@ -308,7 +308,7 @@ def _passes(function: Callable[..., Any], ranks: int, *args: Any) -> None:
         assert result.value["cases"] > 20
 
 
-@pytest.mark.short("3-some")
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_library_keeps_the_contract(ranks: int, part: str) -> None:

@@ -104,7 +104,7 @@ def run(sums: str, library: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.short("3-exact-gloo", "3-fixed-msccl")
+@pytest.mark.short("3-exact-gloo")
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("sums", ["fixed", "exact"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])

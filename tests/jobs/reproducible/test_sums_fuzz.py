@@ -116,7 +116,7 @@ def run(setup: str, first: int, cases: int) -> list[str]:
         return compare(comm, range(first, first + cases), "gloo" if setup == "failover" else None)
 
 
-@pytest.mark.short("3-failover", "3-mpi")
+@pytest.mark.short("3-failover", "3-msccl")
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_no_bit_differs(ranks: int, setup: str) -> None:

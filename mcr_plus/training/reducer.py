@@ -33,7 +33,7 @@ from mcr_plus.compression.policy import largest_alignment
 from mcr_plus.core.kinds import AVG, MAX, SUM, ReduceOp
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
-from mcr_plus.errors import McrError
+from mcr_plus.errors import InvalidArgument, McrError
 from mcr_plus.fusion.bucket import Bucket, BucketEntry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.training.bucket_plan import all_reduce_costs, default_limits, earliest, first_waiting
@@ -195,12 +195,18 @@ class Reducer:
             _log.warning("a backward pass in mcr.no_sync failed; all passes of this step have to be repeated")
             self._reset()
 
-    def note_step(self) -> None:
+    def note_step(self, has_closure: bool = False) -> None:
         """Warn once if gradients of a step were set by the program, and are this rank's alone.
 
-        If a pass has been averaged since the last step, they may be results of averaged gradients.
+        If a pass has been averaged since the last step, they may be results of averaged gradients. Raises
+        `InvalidArgument` if there was none, and passes are added up exactly, unless a closure makes one.
         """
         before, self._stepped_at = self._stepped_at, self._passes
+        if self.exact is not None and before == self._passes and not has_closure:
+            raise InvalidArgument(
+                "optimizer.step: no backward pass of this rank since the last step, and accumulate='exact' "
+                "needs one of every rank"
+            )
         if before != self._passes or self._warned or not (self._hooks and self.syncing):
             return
         for slot in self._slots:

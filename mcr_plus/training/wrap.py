@@ -121,8 +121,9 @@ class _Wrapped(_Inert):
 
         Raises `InvalidArgument` if gradients accumulated in `no_sync` have not been averaged since.
         """
-        self.refuse_sums(has_closure(args, kwargs))
-        self.reducer.note_step()
+        closes = has_closure(args, kwargs)
+        self.refuse_sums(closes)
+        self.reducer.note_step(closes)
         if self.reducer.detached and (name := unaveraged(self.named)) is not None:
             raise InvalidArgument(
                 f"model: '{name}' is not averaged any more, as mcr.wrap has since been called on a part "
@@ -231,7 +232,7 @@ def wrap(
             a rule gives a gradient that is added up exactly a codec. Raised by the
             next forward pass, or by `step()` of any optimizer of these parameters: parameters were added,
             replaced, unfrozen or removed, or (`step()` of this optimizer only) frozen. Raised by `step()`:
-            all gradients come from passes in `no_sync`.
+            all gradients come from passes in `no_sync`, or, with `accumulate="exact"`, there was no pass.
         Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`). With
             `accumulate="exact"`: a parameter is not of float32, bfloat16 or float16 in host memory, or a
             backward pass has reentrant checkpoints.

@@ -151,6 +151,7 @@ def misuse() -> list[str]:
         how: Any = "exact" if comm.rank else "fast"
         refused(mcr.InvalidArgument, lambda: mcr.wrap(plain, sgd, accumulate=how))
         model, optimizer = wrapped()
+        refused(mcr.InvalidArgument, optimizer.step)  # without a pass
         ones = {"bias": torch.ones(7)}
         with mcr.no_sync(model):
             model(ones).backward()
@@ -178,11 +179,12 @@ def misuse() -> list[str]:
 
 def test_mistakes_are_named() -> None:
     for result in run_ranks(misuse, 2, via="torch"):
-        codec, wide, unknown, others, alone, mean, kept, nested = result.value
+        codec, wide, unknown, others, none, alone, mean, kept, nested = result.value
         assert "gives the gradient of 'weight' a codec" in codec
         assert "'weight' is of torch.float64 on cpu" in wide
         assert "expected 'fast' or 'exact', got 'sum'" in unknown
         assert "accumulate='exact'" in others
+        assert "no backward pass of this rank since the last step" in none
         assert "of this rank alone" in alone
         assert mean == "[2.5]"
         assert "'bias' in the last step is still there" in kept

@@ -108,10 +108,13 @@ def _shared_memory() -> None:
     from mcr_plus.backends.shm import p2p_kernels as messages
     from mcr_plus.backends.shm.collectives import addresses, begin_and_advance
     from mcr_plus.kernels.compiling import preparing
+    from mcr_plus.kernels.images import c_kernel
 
     for what, module in (("msccl's algorithms", executor), ("msccl's messages", messages)):
         with preparing(what):
             module.prepare()
+    for function in (messages.send_at, messages.expect_at, messages.advance_at):
+        c_kernel(messages.__name__, function.__name__)
     begin_and_advance()
     addresses()
 

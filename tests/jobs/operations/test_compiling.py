@@ -461,14 +461,16 @@ def _called(kernel: Any) -> Iterator[Any]:
 
 @pytest.mark.long
 def test_warmup_leaves_no_kernel_out() -> None:
-    from mcr_plus.backends.shm import collectives_kernels, p2p_checks
+    from mcr_plus.backends.shm import collectives_kernels, p2p_checks, p2p_kernels
 
     for prepare in warmup.tasks(None).values():
         prepare()
     kernels = _kernels()
     assert len(kernels) > 50
     ready = {kernel for kernel in kernels if kernel.overloads}
-    images = (described()[1] for described in (collectives_kernels.begin_at, collectives_kernels.advance_at))
+    messages = (p2p_kernels.send_at, p2p_kernels.expect_at, p2p_kernels.advance_at)
+    described = (collectives_kernels.begin_at, collectives_kernels.advance_at, *messages)
+    images = (describe()[1] for describe in described)
     functions = (p2p_checks._carry_out, p2p_checks._carry_in, *images)
     carriers = [SimpleNamespace(py_func=each) for each in functions]
     found = [*ready, *carriers]  # functions for C are prepared as well but are no dispatchers

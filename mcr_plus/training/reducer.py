@@ -196,6 +196,11 @@ class Reducer:
             _log.warning("a backward pass in mcr.no_sync failed; all passes of this step have to be repeated")
             self._reset()
 
+    def drop_passes(self) -> None:
+        """Drop the passes in `no_sync` that have been added up exactly."""
+        if self.exact is not None and not self.active and (self.exact.number or self.exact.has_failed()):
+            self._reset()
+
     def note_step(self) -> None:
         """Warn once if gradients of a step were set by the program, and are this rank's alone.
 

@@ -15,6 +15,7 @@ from command import mcr_plus
 from mcr_plus import registry
 from mcr_plus.config import reader
 from mcr_plus.errors import ConfigError, Unsupported
+from mcr_plus.observe.options import DigestOptions
 from mcr_plus.reproducible.compare import Comparison, compare
 from mcr_plus.reproducible.digest_file import (
     DONE,
@@ -27,7 +28,7 @@ from mcr_plus.reproducible.digest_file import (
     chunk,
     load,
 )
-from mcr_plus.reproducible.digests import digest_of
+from mcr_plus.reproducible.digests import DigestWriter, digest_of
 from mcr_plus.reproducible.hook import DigestHook
 
 WORD = (1 << 64) - 1
@@ -62,6 +63,14 @@ def by_hand(values: torch.Tensor) -> int:
     for at in range(0, len(data), 1 << 16):
         total = mixed(total, of_block(data[at : at + (1 << 16)]))
     return mixed(total, values.numel() << 4 | values.itemsize)
+
+
+def test_a_file_says_at_once_whose_it_is(tmp_path: Path) -> None:
+    about = About("job", 0, 2)
+    writer = DigestWriter(tmp_path / "new", about, DigestOptions(folder=str(tmp_path)))
+    found = load(tmp_path / "new")
+    assert (found.about, len(found.rows), found.ended) == (about, 0, False)
+    writer.stop()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.bool])

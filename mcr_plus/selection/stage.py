@@ -83,10 +83,10 @@ class SelectStage(Stage):
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
         self._refinement: Refinement | None = None
         self._pool = Pool()
-        dispatch = context.config.options("dispatch")
         # Then other code than the library's may run an operation.
-        self._is_wrapped = isinstance(dispatch, DispatchOptions) and bool(
-            dispatch.failover or dispatch.verify
+        self._is_wrapped = any(
+            isinstance(each, DispatchOptions) and (each.failover or each.verify)
+            for each in context.config.all_options
         )
         if options.online:
             from mcr_plus.selection.online import Refinement  # imported here: most jobs do not refine

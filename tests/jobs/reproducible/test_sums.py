@@ -127,8 +127,10 @@ WRAPPED: dict[str, Any] = {
 def beside(sums: str) -> list[str]:
     """Use `sums` with other options, and with what it refuses; return what is wrong."""
     wrong: list[str] = []
-    for name, pipeline in WRAPPED.items():
+    verified: Any = {"rules": [{"match": {"kind": "all_reduce"}, "dispatch": {"verify": "every"}}]}
+    for name, pipeline in {**WRAPPED, "verify by rule": PIPELINE}.items():
         config: Any = {"version": 1, "backends": ["msccl", "gloo"], "pipeline": pipeline}
+        config |= verified if pipeline is PIPELINE else {}
         with mcr.init({**config, "numerics": {"sums": sums}}) as comm:
             for size in (900, 5003):
                 rows = [values(rank, size, torch.float32) for rank in range(comm.size)]

@@ -307,7 +307,8 @@ def _zero_grad(optimizer: weakref.ref[torch.optim.Optimizer], set_to_none: bool 
     for reducer in [each.reducer for each in _wrapped.values() if each.optimizer() is of]:
         reducer.drop_passes()
         set_to_none |= reducer.exact is not None
-    type(of).zero_grad(of, set_to_none)  # type: ignore[union-attr, arg-type]
+    zero_grad: Any = type(of).zero_grad  # type: ignore[union-attr]
+    zero_grad(of, **({} if set_to_none else {"set_to_none": False}))
 
 
 def _exact_passes(

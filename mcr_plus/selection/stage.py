@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from mcr_plus.tables.cost import CostModel, Estimate
     from mcr_plus.tables.table import Query, Table, TableRule
 
+_ADDED_AS_THEY_ARE: Final = (torch.float32, torch.float64)
+"""Dtypes whose sum of two values is the same over all libraries."""
 # Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster, but for reductions from
 # about 256 KiB on, where gloo takes half as long, and for large operations beside a computation, during which
 # gloo's threads go on and MPI waits to be polled. Measured with Open MPI 5.0, gloo of torch 2.13, two x86
 # cores (benchmarks/results/collectives_x86-2core-two-hosts_202611.md); `tune` measures other machines.
-_ADDED_AS_THEY_ARE: Final = (torch.float32, torch.float64)
 _CROSSOVER: Final = 256 * 1024
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch.nn.utils import stateless
 
+from mcr_plus import registry
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.gradient_policy import TAG, policy_for
 from mcr_plus.communicator.transfer import broadcast_tensors
@@ -319,6 +320,8 @@ def _exact_passes(
         raise InvalidArgument(f"accumulate: expected 'fast' or 'exact', got {accumulate!r}")
     if accumulate == "fast":
         return None
+    if not registry.is_installed("hooks", "digests"):
+        raise Unsupported("accumulate='exact' needs the folder `reproducible`, which is not installed")
     from mcr_plus.reproducible.accumulators import DTYPES, ExactPasses
 
     for name, param in named:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from command import mcr_plus
 
+import mcr_plus as mcr
 from mcr_plus import registry
 from mcr_plus.config import reader
 from mcr_plus.errors import ConfigError, Unsupported
@@ -298,6 +299,10 @@ def test_an_installation_without_this_folder_says_so(monkeypatch: pytest.MonkeyP
         reader.load({"version": 1, "observe": {"digests": "f"}})
     with pytest.raises(Unsupported, match="needs the folder `reproducible`, which is not installed"):
         registry.ordered_sum()
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters())
+    with mcr.init(), pytest.raises(Unsupported, match="needs the folder `reproducible`"):
+        mcr.wrap(model, sgd, accumulate="exact")
     assert all("Digest" not in str(hook) for hook in registry.installed("hooks"))
 
 

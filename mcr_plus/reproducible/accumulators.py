@@ -19,7 +19,7 @@ from torch.autograd import Variable
 
 from mcr_plus.backends.shm.exact_kernels import is_inexact
 from mcr_plus.backends.shm.reductions import SumTable
-from mcr_plus.errors import Unsupported
+from mcr_plus.errors import McrError, Unsupported
 from mcr_plus.kernels import cpu
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -129,7 +129,10 @@ class ExactPasses:
         return self._task is not None
 
     def note(self) -> None:
-        """Note a gradient of the pass that runs; raises `Unsupported` in that of a reentrant checkpoint."""
+        """Note a gradient of the pass that runs.
+
+        Raises `Unsupported` in the pass of a reentrant checkpoint, and `McrError` after one that failed.
+        """
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -141,6 +144,11 @@ class ExactPasses:
             raise Unsupported(
                 "accumulate='exact' adds up whole backward passes, and a reentrant checkpoint has one of its "
                 "own: pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        if self._task is not None:
+            raise McrError(
+                "accumulate='exact': a backward pass that raised was repeated without a forward pass, so "
+                "gradients would count twice; call optimizer.zero_grad() and repeat the step's passes"
             )
         self._task = task
         Variable._execution_engine.queue_callback(self._end)

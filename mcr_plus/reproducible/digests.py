@@ -97,6 +97,7 @@ class DigestWriter(OperationHook):
     def _open(self, line: bytes) -> None:
         self._file = self._path.open("wb")
         self._file.write(line)
+        self._file.flush()  # of a job that is killed at once, this is known
 
     # -- the engine's reports ---------------------------------------------------------------------
 

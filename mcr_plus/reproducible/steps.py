@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.autograd.graph import increment_version
 
 from mcr_plus.backends.shm.reductions import SumTable
 from mcr_plus.core.buffers import Pool
@@ -96,6 +97,7 @@ class OrderedSum:
         def add_part() -> None:
             assert parts is not None
             table.reduce(parts, total)
+            increment_version(total)  # failover keeps earlier steps' tensors, of the same memory
 
         second = Message(self._steps[1], (total,), gathered, **extras, after=works[0], prepare=add_part)
         works.append(self._issues[1].start(second))

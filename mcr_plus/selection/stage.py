@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from mcr_plus.tables.cost import CostModel, Estimate
     from mcr_plus.tables.table import Query, Table, TableRule
 
+_ADDED_AS_THEY_ARE: Final = (torch.float32, torch.float64)
+"""Dtypes whose sum of two values is the same over all libraries."""
 # Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster, but for reductions from
 # about 256 KiB on, where gloo takes half as long, and for large operations beside a computation, during which
 # gloo's threads go on and MPI waits to be polled. Measured with Open MPI 5.0, gloo of torch 2.13, two x86
 # cores (benchmarks/results/collectives_x86-2core-two-hosts_202611.md); `tune` measures other machines.
-_ADDED_AS_THEY_ARE: Final = (torch.float32, torch.float64)
 _CROSSOVER: Final = 256 * 1024
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
@@ -83,10 +84,10 @@ class SelectStage(Stage):
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
         self._refinement: Refinement | None = None
         self._pool = Pool()
-        dispatch = context.config.options("dispatch")
         # Then other code than the library's may run an operation.
-        self._is_wrapped = isinstance(dispatch, DispatchOptions) and bool(
-            dispatch.failover or dispatch.verify
+        self._is_wrapped = any(
+            isinstance(each, DispatchOptions) and (each.failover or each.verify)
+            for each in context.config.all_options
         )
         if options.online:
             from mcr_plus.selection.online import Refinement  # imported here: most jobs do not refine

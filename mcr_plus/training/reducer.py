@@ -195,6 +195,11 @@ class Reducer:
             _log.warning("a backward pass in mcr.no_sync failed; all passes of this step have to be repeated")
             self._reset()
 
+    def drop_passes(self) -> None:
+        """Drop the passes in `no_sync` that have been added up exactly."""
+        if self.exact is not None and not self.active and (self.exact.number or self.exact.has_failed()):
+            self._reset()
+
     def note_step(self, has_closure: bool = False) -> None:
         """Warn once if gradients of a step were set by the program, and are this rank's alone.
 
@@ -333,14 +338,11 @@ class Reducer:
                 owner._is_ready(owner._slots[index])
             elif owner is not None:
                 owner.keeps = True  # until a pass averages the gradients that this one accumulates
-                owner._sum(owner._slots[index])
+                if owner.exact is not None:
+                    owner.exact.note()
+                    add_to_sums(owner._slots[index])
 
         return ready
-
-    def _sum(self, slot: ParameterSlot) -> None:
-        if self.exact is not None:
-            self.exact.note()
-            add_to_sums(slot)
 
     def _is_ready(self, slot: ParameterSlot) -> None:
         task = torch._C._current_graph_task_id()
@@ -355,7 +357,9 @@ class Reducer:
             )
         if self.exact is None:
             move_into_bucket(slot)
-        self._sum(slot)
+        else:
+            self.exact.note()
+            add_to_sums(slot)
         slot.ready = True
         for ready in self.comm.hooks.ready:
             ready(slot.param)

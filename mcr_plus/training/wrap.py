@@ -77,6 +77,8 @@ class _Wrapped(_Inert):
             model.register_forward_pre_hook(self.before_forward),
             optimizer.register_step_pre_hook(self.before_step),
         ]
+        if exact is not None:
+            optimizer.zero_grad = partial(_zero_grad, self.optimizer)  # type: ignore[method-assign]
         watch_steps(self, model, _Wrapped.before_other_step)
         if model._compiled_call_impl is not None:
             from mcr_plus.bucketing.compiled import CompiledCall  # only models of `mcr.compile` need it
@@ -210,7 +212,8 @@ def wrap(
     With `accumulate="exact"` the mean is over all backward passes of all ranks since the last step, those in
     `no_sync` among them, of exact sums: the same bits however many passes each rank has had, and in which
     order (docs/reproducible.md). So losses are not divided by the number of passes, and `grad` is None from
-    pass to pass. A gradient takes 16 bytes per element more, and is sent as float64.
+    pass to pass; `optimizer.zero_grad()` drops passes in `no_sync`. A gradient takes 16 bytes per element
+    more, and is sent as float64.
 
     The pipeline's fuse stage sets the bucket sizes, by default 25 MiB and 1 MiB for the first. All ranks
     must run the same forward and backward passes. A parameter has one wrapping or `DistributedOptimizer`: a
@@ -256,8 +259,8 @@ def wrap(
     if not any(id(param) in held for param in model.parameters()):
         raise InvalidArgument("optimizer: holds none of the model's parameters, so it cannot train the model")
     refuse_lazy((*model.named_parameters(), *model.named_buffers()))
-    exact = _exact_passes(trainable(model), comm, accumulate)
     compare(comm, trainable(model), f"accumulate={accumulate!r}")
+    exact = _exact_passes(trainable(model), comm, accumulate)
     both = [*model.parameters(), *model.buffers()]
     broadcast_tensors([tensor for tensor in both if not is_skipped(tensor)], comm)
     if (before := _wrapped.pop(model, None)) is not None:
@@ -297,6 +300,16 @@ def _move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Commun
     before = _wrapped[model]
     before.detach()
     _wrapped[model] = _Wrapped(model, optimizer, comm, branch, before.reducer.exact)
+
+
+def _zero_grad(optimizer: weakref.ref[torch.optim.Optimizer], set_to_none: bool = True) -> None:
+    """Drop exact sums too; a gradient of zeros would be one of the last step."""
+    of = optimizer()
+    for reducer in [each.reducer for each in _wrapped.values() if each.optimizer() is of]:
+        reducer.drop_passes()
+        set_to_none |= reducer.exact is not None
+    zero_grad: Any = type(of).zero_grad  # type: ignore[union-attr]
+    zero_grad(of, **({} if set_to_none else {"set_to_none": False}))
 
 
 def _exact_passes(

@@ -133,6 +133,7 @@ MUTATIONS = (
     # torch
     Mutation("mean of integers", "backends/emulation.py", 'else "trunc"', 'else "floor"', "test_torch_backend test_special_values"),
     # sums
+    Mutation("order of the tree", "backends/shm/reduce_kernels.py", "left % 2 == 0 or rank == ranks - 1", "rank >= 0", "test_ordered_sums"),
     Mutation("exact sums by a lossless codec", "compression/policy.py", 'if signature.sums == "exact":', 'if signature.sums == "exact" and not codec.traits.lossless:', "test_sums"),
     Mutation("sums of a parameter's rule", "config/reader.py", "if match.param is not None:", "if match.param is None and match.tag is None:", "test_interfaces"),
     Mutation("too few descriptors", "core/file_limit.py", "if there < need", "if there < 0", "test_groups test_leaks"),

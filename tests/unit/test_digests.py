@@ -12,9 +12,11 @@ import pytest
 import torch
 from command import mcr_plus
 
+import mcr_plus as mcr
 from mcr_plus import registry
 from mcr_plus.config import reader
 from mcr_plus.errors import ConfigError, Unsupported
+from mcr_plus.observe.options import DigestOptions
 from mcr_plus.reproducible.compare import Comparison, compare
 from mcr_plus.reproducible.digest_file import (
     DONE,
@@ -27,7 +29,7 @@ from mcr_plus.reproducible.digest_file import (
     chunk,
     load,
 )
-from mcr_plus.reproducible.digests import digest_of
+from mcr_plus.reproducible.digests import DigestWriter, digest_of
 from mcr_plus.reproducible.hook import DigestHook
 
 WORD = (1 << 64) - 1
@@ -62,6 +64,14 @@ def by_hand(values: torch.Tensor) -> int:
     for at in range(0, len(data), 1 << 16):
         total = mixed(total, of_block(data[at : at + (1 << 16)]))
     return mixed(total, values.numel() << 4 | values.itemsize)
+
+
+def test_a_file_says_at_once_whose_it_is(tmp_path: Path) -> None:
+    about = About("job", 0, 2)
+    writer = DigestWriter(tmp_path / "new", about, DigestOptions(folder=str(tmp_path)))
+    found = load(tmp_path / "new")
+    assert (found.about, len(found.rows), found.ended) == (about, 0, False)
+    writer.stop()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.bool])
@@ -288,7 +298,11 @@ def test_an_installation_without_this_folder_says_so(monkeypatch: pytest.MonkeyP
     ):
         reader.load({"version": 1, "observe": {"digests": "f"}})
     with pytest.raises(Unsupported, match="needs the folder `reproducible`, which is not installed"):
-        registry.reproducible("accumulate='exact'")
+        registry.reproducible("sums over this library")
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters())
+    with mcr.init(), pytest.raises(Unsupported, match="needs the folder `reproducible`"):
+        mcr.wrap(model, sgd, accumulate="exact")
     assert all("Digest" not in str(hook) for hook in registry.installed("hooks"))
 
 

@@ -223,15 +223,6 @@ def _values(signature: Signature) -> tuple[int, ReduceKernels]:
     return width // kernels.parts, kernels
 
 
-def _sums(signature: Signature) -> SumTable | None:
-    """Return the reduction of an operation with `sums`; None without, or if there is one order."""
-    sums, op = signature.sums, signature.reduce_op
-    if sums is None or op is None or (sums == "fixed" and signature.ranks == 2):
-        return None
-    assert signature.dtype is not None
-    return SumTable(sums, signature.dtype, op, signature.ranks)
-
-
 def _count(signature: Signature, width: int) -> int:
     """Return the number of values of a buffer, or of a rank's block, see `DirectCollectives.bind`."""
     count = (signature.nbytes or 0) // width
@@ -260,6 +251,7 @@ class SharedMemoryChannel(Channel):
         # for milliseconds.
         self._yields = _YIELDS if world.oversubscribed else 0
         self._collectives = DirectCollectives(segment, spins=_SPINS, yields=self._yields)
+        self._tables: dict[Any, SumTable] = {}  # of `sums`, by those, dtype and reduce op
         self._unreadable_since = 0.0
         self._p2p: PointToPoint | None = None  # until the first message is bound
 
@@ -273,14 +265,13 @@ class SharedMemoryChannel(Channel):
             return self._bind_uneven(signature, *_values(signature))
         if signature.algorithm is not None:
             return self._bind_algorithm(signature)
-        sums = _sums(signature)
-        state = self.direct(signature, sums)
+        state = self.direct(signature)
         begin = self.run_by(signature, state, *begin_and_advance())
 
         def start(message: Message) -> Poll:
             target = message.outputs[0].data_ptr() if message.outputs else 0
             source = message.inputs[0].data_ptr() if message.inputs else target
-            return begin(source, target, (message.inputs, message.outputs, sums))
+            return begin(source, target, (message.inputs, message.outputs))
 
         if not signature.async_op and (signature.nbytes or 0) <= _NATIVE:
             native = partial(self._queue.native, *begin_and_advance(), state, check=self._check)
@@ -324,7 +315,21 @@ class SharedMemoryChannel(Channel):
             self._p2p = PointToPoint(self._segment, self._group, yields=self._yields)
         return self._p2p
 
-    def direct(self, signature: Signature, sums: SumTable | None = None) -> Any:
+    def _sums(self, signature: Signature) -> SumTable | None:
+        """Return the reduction of an operation with `sums`; None without, or if there is one order.
+
+        Operations run one at a time. So one table is enough, which lives as long as states that refer to it.
+        """
+        sums, op = signature.sums, signature.reduce_op
+        if sums is None or op is None or (sums == "fixed" and signature.ranks == 2):
+            return None
+        assert signature.dtype is not None
+        key = sums, signature.dtype, op
+        if key not in self._tables:
+            self._tables[key] = SumTable(*key, signature.ranks)
+        return self._tables[key]
+
+    def direct(self, signature: Signature) -> Any:
         """Return the state of a direct collective of equal sizes, see `DirectCollectives.bind`."""
         # One state for all calls: the queue begins an operation only after the previous one is done.
         width, kernels = _values(signature)
@@ -335,7 +340,7 @@ class SharedMemoryChannel(Channel):
             kernels,
             signature.root or 0,
             signature.digest(),
-            sums,
+            self._sums(signature),
         )
 
     def run_by(self, signature: Signature, state: Any, begin: Begin, advance: Advance) -> Run:
@@ -388,7 +393,7 @@ class SharedMemoryChannel(Channel):
 
     def _bind_uneven(self, signature: Signature, width: int, kernels: ReduceKernels) -> Start:
         tag, async_op = signature.digest(), signature.async_op
-        sums = _sums(signature)
+        sums = self._sums(signature)
         pattern = self._collectives.bind(_KERNELS[signature.kind], 0, width, kernels, tag=tag, sums=sums)
         parts = kernels.parts
         group, queue, of_sizes = self._group, self._queue, self._collectives.of_sizes
@@ -403,7 +408,7 @@ class SharedMemoryChannel(Channel):
             source = message.inputs[0].data_ptr() if message.inputs else target
             large = async_op and width * max(sum(sent), sum(expected)) > _IN_THREAD
             begin = queue.bind(*move, state, in_thread=large, check=self._check)
-            poll = begin(source, target, (message.inputs, message.outputs, sums))
+            poll = begin(source, target, (message.inputs, message.outputs))
             return _Uneven(poll, state, message, group, parts)
 
         return start

@@ -4,9 +4,7 @@ Sums are kept in float64, and the error of each addition is computed (Knuth's Tw
 Most have none, since float32 leaves 29 bits. If there are errors, they are added up in a second float64; if
 one of that addition is lost, too, the element is added up in integers that cover float64's whole range
 (Kulisch's long accumulator). So each result is the exact sum, rounded to nearest even once. It does not
-depend on the order, nor on how the addends are distributed.
-
-NaN if an addend is NaN or both infinities
+depend on the order, nor on how the addends are distributed. It is NaN if an addend is NaN or both infinities
 are there; the sum of zeros is -0 only if all are -0.
 """
 

@@ -96,8 +96,9 @@ class FailoverPoll(PollOfEither):
 
     def keep_inputs(self, copied: Callable[[torch.Tensor], Copy]) -> None:
         """Copy inputs that will be overwritten; called before the library gets the inputs."""
-        message = self.message
-        if message.codec is not None or _is_in_place(message):
+        message, signature = self.message, self.message.signature
+        is_step = signature.sums is not None and signature.reduce_op is None  # the next one overwrites them
+        if message.codec is not None or is_step or _is_in_place(message):
             self._copies = tuple(map(copied, message.inputs))
 
     @property

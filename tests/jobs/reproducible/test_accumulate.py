@@ -145,6 +145,8 @@ def misuse() -> list[str]:
         refused(mcr.InvalidArgument, wrapped)
     with mcr.init({"version": 1}) as comm:
         refused(mcr.Unsupported, lambda: wrapped(torch.float64))
+        dtype = torch.float64 if comm.rank else torch.float32
+        refused(mcr.InvalidArgument, lambda: wrapped(dtype))  # on both ranks
         plain = Model()
         sgd = torch.optim.SGD(plain.parameters(), lr=0.0)
         refused(mcr.InvalidArgument, lambda: mcr.wrap(plain, sgd, accumulate="sum"))  # type: ignore[arg-type]
@@ -171,6 +173,19 @@ def misuse() -> list[str]:
         optimizer.zero_grad()
         model(ones).backward()
         assert model.bias.grad.eq(1.0).all(), "nothing is left of the refused pass"
+        optimizer.zero_grad(set_to_none=False)
+        with mcr.no_sync(model):
+            loss = model({"weight": torch.ones(517, 3), **ones})
+            fails = model.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward(retain_graph=True)
+            fails.remove()
+            refused(mcr.McrError, loss.backward)
+            optimizer.zero_grad()
+            model({"bias": torch.full((7,), 9.0)}).backward()
+        optimizer.zero_grad()
+        model(ones).backward()
+        assert model.bias.grad.eq(1.0).all(), "zero_grad drops what was added up"
         other = Checkpointed()
         mcr.wrap(other, torch.optim.SGD(other.parameters(), lr=0.0), accumulate="exact")
         refused(mcr.Unsupported, lambda: other(torch.ones(3)).backward())
@@ -179,13 +194,15 @@ def misuse() -> list[str]:
 
 def test_mistakes_are_named() -> None:
     for result in run_ranks(misuse, 2, via="torch"):
-        codec, wide, unknown, others, none, alone, mean, kept, nested = result.value
+        codec, wide, differ, unknown, others, none, alone, mean, kept, again, nested = result.value
         assert "gives the gradient of 'weight' a codec" in codec
         assert "'weight' is of torch.float64 on cpu" in wide
+        assert "has other parameters" in differ
         assert "expected 'fast' or 'exact', got 'sum'" in unknown
         assert "accumulate='exact'" in others
         assert "no backward pass of this rank since the last step" in none
         assert "of this rank alone" in alone
         assert mean == "[2.5]"
         assert "'bias' in the last step is still there" in kept
+        assert "repeated without a forward pass" in again
         assert "use_reentrant=False" in nested

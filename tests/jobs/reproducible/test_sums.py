@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from jobs.reliability import failover_jobs
 from ranks import run_ranks
 from unit.test_ordered_sums import exact_sum
 
 import mcr_plus as mcr
+from mcr_plus.reliability.failover.attempt import FailoverPoll
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 if TYPE_CHECKING:
@@ -124,8 +127,10 @@ WRAPPED: dict[str, Any] = {
 def beside(sums: str) -> list[str]:
     """Use `sums` with other options, and with what it refuses; return what is wrong."""
     wrong: list[str] = []
-    for name, pipeline in WRAPPED.items():
+    verified: Any = {"rules": [{"match": {"kind": "all_reduce"}, "dispatch": {"verify": "every"}}]}
+    for name, pipeline in {**WRAPPED, "verify by rule": PIPELINE}.items():
         config: Any = {"version": 1, "backends": ["msccl", "gloo"], "pipeline": pipeline}
+        config |= verified if pipeline is PIPELINE else {}
         with mcr.init({**config, "numerics": {"sums": sums}}) as comm:
             for size in (900, 5003):
                 rows = [values(rank, size, torch.float32) for rank in range(comm.size)]
@@ -183,3 +188,32 @@ def row_parallel() -> list[float]:
 def test_tensor_parallel_ranks_agree_on_the_blocks_of_a_linear() -> None:
     outputs = [result.value for ranks in (1, 2, 4) for result in run_ranks(row_parallel, ranks, via="torch")]
     assert all(output == outputs[0] for output in outputs)
+
+
+def fail_late() -> list[int]:
+    """Let the first step of a sum fail on rank 1 after it has ended on the others, whose next one begins."""
+    with mcr.init(failover_jobs.config("gloo", "msccl")) as comm:
+        fails, poll = [comm.rank == 1], FailoverPoll.__call__
+
+        def polled(attempt: FailoverPoll) -> bool:
+            if not (fails[0] and attempt.poll is not None):
+                return poll(attempt)
+            if attempt.poll():
+                fails[0] = False
+                time.sleep(0.2)  # the others end this step meanwhile
+                failover_jobs.break_connections("mpi", failover_jobs.channel_of("gloo"))
+            return False
+
+        FailoverPoll.__call__ = polled  # type: ignore[assignment, method-assign]
+        rows = [values(rank, 30_000, torch.float32) for rank in range(comm.size)]
+        x, differ = rows[comm.rank].clone(), []
+        for _ in range(2):
+            x.copy_(rows[comm.rank])
+            comm.all_reduce(x, sums="fixed", backend="gloo")
+            differ.append(int((x != tree(rows)).sum()))
+        return differ
+
+
+def test_a_step_can_be_repeated_once_the_next_one_writes_to_its_input() -> None:
+    for result in run_ranks(fail_late, 3, via="torch"):
+        assert result.value == [0, 0]

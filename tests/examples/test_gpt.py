@@ -431,3 +431,15 @@ def test_an_error_of_an_example_reaches_the_hook_by_which_the_launcher_reports_i
     monkeypatch.setattr(sys, "argv", ["train.py", "--number", "3"])
     with pytest.raises(ValueError, match="of step 3"):
         command_line.run(main)
+
+
+@pytest.mark.long
+def test_exact_sums_give_the_same_parameters_on_any_number_of_ranks() -> None:
+    ends = [launch("gpt", "--sums", "exact", *TINY, "--layers", 1, ranks=ranks) for ranks in (1, 2, 3, 4)]
+    assert [end.returncode for end in ends] == [0] * 4, ends[0].stderr
+    hashes = {end.stdout.partition("sha256 of the parameters ")[2] for end in ends}
+    assert len(hashes) == 1
+    assert len(hashes.pop().strip()) == 16
+    done = launch("gpt", "--sums", "exact", "--micro-batches", 1, *TINY)
+    assert done.returncode != 0
+    assert "--micro-batches: expected at least one for each of 2 ranks, got 1" in done.stderr

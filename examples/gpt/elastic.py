@@ -53,24 +53,29 @@ def train(
             rank, ranks = mcr.get_rank(), mcr.get_world_size()
             own = range(rank, streams, ranks)
             windows = [corpus.windows(step.number, stream, batch) for stream in own]
+            total = torch.zeros(1, dtype=torch.float64)  # of the losses of these streams
             optimizer.zero_grad()
             if micro_batches:
                 for each in windows:
                     with nullcontext() if each is windows[-1] else mcr.no_sync(model):
                         loss = model(each).text
                         loss.backward()
+                    total += loss.item()
             else:
                 loss = model(torch.cat(windows)).text
+                total += loss.item() * len(own)
                 # The mean over ranks of these is the mean over streams, however many each rank has.
                 (loss * (len(own) * ranks / streams)).backward()
             optimizer.step()
-            if rank == 0 and step.number % _EVERY == _EVERY - 1:
-                print(
-                    f"step {step.number + 1:4}  {ranks} ranks  loss {loss.item():.4f}  "
-                    f"{time.perf_counter() - began:6.1f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if step.number % _EVERY == _EVERY - 1:
+                mcr.all_reduce(total, sums="exact")
+                if rank == 0:
+                    print(
+                        f"step {step.number + 1:4}  {ranks} ranks  loss {total.item() / streams:.4f}  "
+                        f"{time.perf_counter() - began:6.1f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     loss = torch.zeros(1, dtype=torch.float64)
     with torch.no_grad():
         for stream in range(mcr.get_rank(), streams, mcr.get_world_size()):

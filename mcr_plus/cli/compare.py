@@ -45,11 +45,16 @@ def _print(first: Parting) -> None:
     from mcr_plus.errors import phrase_ranks
 
     pair, ranks = list(zip("AB", first.operations, strict=True)), phrase_ranks(first.ranks)
-    others = f"; {phrase_ranks(first.others)} part there, too" if first.others else ""
+    others = f"; there too part {phrase_ranks(first.others)}" if first.others else ""
+    why = (
+        ", and no rank's input"
+        if first.has_inputs
+        else " (inputs of other numbers of ranks are not compared)"
+    )
     said = {
         "call": f"the programs part on {ranks}",
         "input": f"its input differs on {ranks}{others}",
-        "output": f"its output differs on {ranks}, and no rank's input",
+        "output": f"its output differs on {ranks}{why}",
         "end": f"only run {'AB'[pair[0][1] is None]} has done it, on {ranks}",
     }
     print_result(f"{next(each.text for _, each in pair if each)}: {said[first.what]}")
@@ -58,6 +63,6 @@ def _print(first: Parting) -> None:
     for kept in first.elements:
         title = f"rank {kept.rank}: {kept.count:,} of {kept.of:,} elements of its {first.what} differ"
         print_table(title, ("element", "A", "B"), [tuple(map(str, row)) for row in kept.first])
-    if first.what in ("input", "output") and not first.elements:
+    if first.what in ("input", "output") and first.has_inputs and not first.elements:
         keep = f"observe: {{digests: {{folder: …, keep: '{first.stream}#{first.number}'}}}}"
         typer.echo(f"for the elements, repeat both runs with {keep}", err=True)

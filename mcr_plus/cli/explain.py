@@ -19,7 +19,7 @@ def explain(
     kind: Annotated[str, typer.Argument(help="The operation, for example all_reduce.")],
     nbytes: Annotated[str, typer.Argument(metavar="BYTES", help="Its size, such as 64KiB; 0 for a barrier.")],
     dtype: Annotated[str, typer.Option(help="Type of the elements.")] = "float32",
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")] = 2,
     nodes: Annotated[int, typer.Option(min=1, help="Number of hosts.")] = 1,
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML.")] = None,
     tag: Annotated[str | None, typer.Option(help="The operation's tag, for rules.")] = None,

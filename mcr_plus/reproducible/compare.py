@@ -58,6 +58,7 @@ class Parting:
         others: ranks that part at the same operation in another way, which follows from these.
         operations: the operation in A and in B, on one of the ranks; None in a run without it.
         index: its number among all operations of the rank.
+        has_inputs: whether inputs are compared, as the group has the same size in both runs.
     """
 
     world: files.World
@@ -69,6 +70,7 @@ class Parting:
     index: int
     kind: str
     dtype: str
+    has_inputs: bool
     others: list[int] = field(default_factory=list)
     elements: list[Elements] = field(default_factory=list)
 
@@ -88,6 +90,8 @@ class Comparison:
 
 def compare(one: Path, other: Path) -> Comparison:
     """Compare the digests of two runs. Raises `ConfigError` if there are none, or they cannot be read."""
+    if one.resolve() == other.resolve():
+        raise ConfigError(f"{other}: expected the folder of another run than {one}")
     runs, result = (files.worlds_in(one), files.worlds_in(other)), Comparison()
     for world in sorted({*runs[0], *runs[1]}):
         paths = [run.get(world, {}) for run in runs]
@@ -181,7 +185,10 @@ def _compare_rank(
             int(row["number"]),
             int(row["index"]),
         )
-        partings.append(Parting(world, stream, number, named, [rank], pair, index, call.kind, call.dtype))
+        has_inputs = at >= shortest or bool(alike[at])
+        partings.append(
+            Parting(world, stream, number, named, [rank], pair, index, call.kind, call.dtype, has_inputs)
+        )
     return min(partings, key=Parting.order, default=None), inputs
 
 

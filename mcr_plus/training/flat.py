@@ -145,8 +145,9 @@ def add_to_sums(slot: ParameterSlot) -> None:
     assert flat.sums is not None
     if grad is view:
         raise InvalidArgument(
-            f"the gradient of '{slot.name}' in the last step is still there, and is not exact; "
-            "call optimizer.zero_grad() before the first backward pass of a step"
+            f"the gradient of '{slot.name}' is the mean of an earlier pass, to which nothing can be added "
+            "exactly; call optimizer.zero_grad() before the first backward pass of a step, and make all "
+            "passes of a step but the last within mcr.no_sync"
         )
     _check(grad, slot, view)
     if grad.stride() != view.stride():

@@ -90,8 +90,6 @@ def operations_table() -> list[OperationRow]:
 
 
 def _sums(backend: str) -> tuple[Literal["native", "emulated", "no"], str]:
-    if backend_class(backend).on_stream:
-        return "no", "other libraries take tensors of a device through host memory"
     if backend == "local" or backend_class(backend).adds_in_order:
         return "native", ""
     return "emulated", "values of all ranks, moved in parts or whole and added by one rank or by each"

@@ -18,6 +18,7 @@ from mcr_plus.core.kinds import VECTOR, Kind, collective
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.engine.issue import Issue
+from mcr_plus.reproducible.torch_sums import TorchSum
 
 SMALL: Final = 64 << 10
 """Most bytes of all ranks' values together that are gathered whole: a step costs more than these bytes."""
@@ -33,9 +34,9 @@ class OrderedSum:
         assert signature.sums is not None
         assert signature.dtype is not None
         assert signature.reduce_op is not None
-        assert signature.device == "cpu"
         self._signature, self._rank, self._pool = signature, rank, pool
-        self._table = SumTable(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
+        kind_of_sum = SumTable if signature.device == "cpu" else TorchSum
+        self._table = kind_of_sum(signature.sums, signature.dtype, signature.reduce_op, signature.ranks)
         ranks, numel = signature.ranks, (signature.nbytes or 0) // signature.dtype.itemsize
         row = collective(signature.kind)
         back: Kind = "gather" if row.rooted else "all_gather"
@@ -67,7 +68,7 @@ class OrderedSum:
     def start(self, message: Message) -> Work:
         """Issue the steps; return their handle."""
         signature, ranks, chunk, table = self._signature, self._signature.ranks, self._chunk, self._table
-        lease = self._pool.lease(torch.device("cpu"))
+        lease = self._pool.lease(message.inputs[0].device)
         extras: Any = {name: value for name, value in vars(message).items() if name not in _OWN}
         given, counts, dtype = message.inputs[0].view(-1), message.input_counts, message.inputs[0].dtype
         first: Any = {**extras, "after": message.after, "prepare": message.prepare}

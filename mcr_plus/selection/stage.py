@@ -107,8 +107,10 @@ class SelectStage(Stage):
                     f"name {name} alone, or sums: fast"
                 )
             choice = name
-            if self._is_wrapped or not self._context.backends[choice].adds_in_order:
-                of_two = signature.sums == "fixed" and signature.ranks == 2
+            backend = self._context.backends[choice]
+            if self._is_wrapped or not backend.adds_in_order:
+                # On a stream means may be sums of divided values.
+                of_two = signature.sums == "fixed" and signature.ranks == 2 and not backend.on_stream
                 if not of_two or signature.dtype not in _ADDED_AS_THEY_ARE:
                     return self._in_order(signature, choice, next)
                 why += "; sums: fixed: two values have one sum"
@@ -129,12 +131,7 @@ class SelectStage(Stage):
         )
 
     def _in_order(self, signature: Signature, choice: str, next: Next) -> Issue:
-        if signature.device != "cpu":
-            if self._context.backends[choice].on_stream:
-                raise Unsupported(
-                    f"{signature.describe()}: {choice} adds in an order of its own; name a library that "
-                    "takes tensors through host memory, or sums: fast"
-                )
+        if signature.device != "cpu" and not self._context.backends[choice].on_stream:
             from mcr_plus.engine.streams import stage_through_host  # imported here: for devices alone
 
             on_host = self._in_order(signature.replace(device="cpu"), choice, next)

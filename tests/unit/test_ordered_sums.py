@@ -14,6 +14,7 @@ import torch
 from mcr_plus.backends.shm.reductions import LEVELS, SumTable
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.reproducible.accumulators import ExactSums
+from mcr_plus.reproducible.torch_sums import TorchSum
 
 # Significant bits, exponent of the least positive value, and of the first power of two that overflows.
 FORMATS: Final = {
@@ -163,3 +164,18 @@ def test_accumulators_hold_whatever_is_added(name: str, dtype: torch.dtype) -> N
             wanted = torch.tensor(single).to(dtype).item()
             assert same(means[begin + at].item(), wanted), columns[at]
         assert not means[:begin].any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("name", ["any bits", "normal", "magnitudes", "subnormal", "cancelling", "overflow"])
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_plain_torch_gives_the_bits_of_the_kernels(op: ReduceOp, name: str, dtype: torch.dtype) -> None:
+    """Of which the tests above compare those of the host with fractions."""
+    rng, integers = np.random.default_rng(6), INTEGERS[dtype.itemsize]
+    for sums in ("fixed", "exact"):
+        for _ in range(8):
+            rows = addends(name, dtype, rng).contiguous()
+            wanted, found = reduced(rows, sums, op), torch.empty_like(rows[0])
+            TorchSum(sums, dtype, op, len(rows)).reduce(rows.view(-1), found)
+            same_bits = found.view(integers) == wanted.view(integers)
+            assert (same_bits | (found.isnan() & wanted.isnan())).all(), (sums, len(rows))

@@ -505,5 +505,5 @@ PARTS: Final[dict[str, dict[str, Part]]] = {
 }
 """What is checked, by the launch in which it is checked and its name."""
 
-LACKING: Final = {"nccl": ("messages", "dropped", "verified", "sums")}
+LACKING: Final = {"nccl": ("messages", "dropped", "verified")}
 """Parts that need what a library lacks: match tags, a host that has the data."""

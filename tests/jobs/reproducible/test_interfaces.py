@@ -284,7 +284,7 @@ def test_commands_show_sums(tmp_path: Path) -> None:
         assert ("rules[0]" in text) == (sums == "exact")
     rows = json.loads(mcr_plus("doctor", "--ops", "--json").stdout)["operations"]
     support = {row["backend"]: row["support"] for row in rows if row["kind"] == "sums"}
-    assert (support["msccl"], support["gloo"], support["nccl"]) == ("native", "emulated", "no")
+    assert (support["msccl"], support["gloo"], support["nccl"]) == ("native", "emulated", "emulated")
 
 
 def test_a_rule_by_parameter_has_no_sums(tmp_path: Path) -> None:

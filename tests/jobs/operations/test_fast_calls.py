@@ -240,7 +240,7 @@ def _around(comm: mcr.Communicator, ring: list[int], x: torch.Tensor) -> None:
         mcr.send(kept, after, 3)
 
 
-@pytest.mark.short("compiled-")
+@pytest.mark.short("compiled-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "Python"])
 def test_messages_in_both_ways(ranks: int, compiled: bool) -> None:

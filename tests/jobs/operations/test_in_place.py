@@ -231,7 +231,7 @@ def by_all_ways() -> dict[str, list[str]]:
     return {name: everything(way) for name, way in WAYS.items()}
 
 
-@pytest.mark.short("2")
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_results(ranks: int) -> None:
     for result in run_ranks(by_all_ways, ranks, via="torch"):

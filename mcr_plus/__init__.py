@@ -116,10 +116,10 @@ __all__ = [
     "broadcast_parameters", "capture", "compile", "ddp_hook", "dump", "elastic", "explain", "finalize",
     "flush", "fsdp", "fsdp_state", "gather", "gather_v", "get_backends", "get_rank", "get_world_size", "init",
     "irecv", "is_initialized", "isend", "join_sync", "load_state_dict", "local", "new_group", "no_sync",
-    "persistent", "plan_report", "profile", "reconfigure", "reconfigure_handle", "record", "recv", "redistribute",
-    "redistribution", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_tensor",
-    "reduce_scatter_v", "reset", "scatter", "scatter_v", "send", "shrink", "shrink_group", "state_dict",
-    "sync", "world", "wrap",
+    "persistent", "plan_report", "profile", "reconfigure", "reconfigure_handle", "record", "recv",
+    "redistribute", "redistribution", "reduce", "reduce_scatter", "reduce_scatter_coalesced",
+    "reduce_scatter_tensor", "reduce_scatter_v", "reset", "scatter", "scatter_v", "send", "shrink",
+    "shrink_group", "state_dict", "sync", "world", "wrap",
 ]  # fmt: skip
 
 _NAMES = {

@@ -72,7 +72,7 @@ class _Wrong(Exception):
 class StrictModel(BaseModel):
     """Fields of a file: no others, no conversions, no infinity."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e13)]  # range of traces; sums must stay finite

@@ -19,7 +19,7 @@ _Length = Annotated[int, Field(ge=0, lt=1 << 50)]
 _Parts = Annotated[int, Field(ge=1, lt=1 << 50)]
 
 
-class Axis(StrictModel, frozen=True):
+class Axis(StrictModel):
     """Axis along which a block may be cut.
 
     `dims`: dimensions of the block's input that are cut; none if only parameters are. `parts`: their lengths,
@@ -38,15 +38,16 @@ class Axis(StrictModel, frozen=True):
     how: How
 
 
-class Block(StrictModel, frozen=True):
+class Block(StrictModel):
     """One or several modules with one tensor as input, and what their parent computes up to the next block.
 
     `name`, `kind`: of the modules. `forward`, `backward`: seconds. `recompute`: seconds of a forward pass
-    without a graph: what recomputing the block adds to a step. `parameters`, `gradients`, `optimizer` (state):
-    bytes. `saved`: bytes kept for the backward pass, without parameters; what several blocks keep counts in the
-    first, and as `saved_before` in the others. `output`, `shape`, `dtype`: bytes, shape and dtype of the next
-    block's input. `axes`: how the block may be cut. `shared`: parameters that other blocks use too, which count
-    in the first. `reads_batch`: the block also reads data of the batch. `random`: it draws random numbers.
+    without a graph: what recomputing the block adds to a step. `parameters`, `gradients`, `optimizer`
+    (state): bytes. `saved`: bytes kept for the backward pass, without parameters; what several blocks keep
+    counts in the first, and as `saved_before` in the others. `output`, `shape`, `dtype`: bytes, shape and
+    dtype of the next block's input. `axes`: how the block may be cut. `shared`: parameters that other blocks
+    use too, which count in the first. `reads_batch`: the block also reads data of the batch. `random`: it
+    draws random numbers.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Block(StrictModel, frozen=True):
     random: bool
 
 
-class Profile(StrictModel, frozen=True):
+class Profile(StrictModel):
     """Blocks of a model in the order of the forward pass; see `mcr.profile`.
 
     `model`: hash of the trained parameters' names, shapes and dtypes. `input`: shape of the first block's

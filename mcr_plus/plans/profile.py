@@ -56,7 +56,6 @@ class _Call:
     number: int
     time: int
     inputs: list[_Value]
-    parent: _Call | None
     kids: list[_Call] = field(default_factory=list)
     cut: int | None = None
 
@@ -69,8 +68,8 @@ class _Segment(NamedTuple):
     times: range
 
 
-class _Loss(nn.Module):
-    """A function as a module."""
+class Loss(nn.Module):
+    """A loss function as a module."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class _Whole(nn.Module):
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> None:
         super().__init__()
-        self.model, self.loss = model, loss if loss is None or isinstance(loss, nn.Module) else _Loss(loss)
+        self.model, self.loss = model, loss if loss is None or isinstance(loss, nn.Module) else Loss(loss)
         pair = loss is not None and isinstance(batch, tuple | list) and len(batch) == 2
         given: Any = batch[0] if pair else batch
         self.target = batch[1:] if pair else ()
@@ -154,9 +153,14 @@ class _Flow(TorchDispatchMode):
             result = whole.run(self._enter, lambda *_: self._stack.pop() and None)
         self.time += 1
         self.result = self._use(result)
+        if not result.requires_grad:
+            raise InvalidArgument(
+                "loss: its output needs no gradient; expected one that depends on parameters"
+            )
         for call in self.calls:
-            wanted = self._alive(call) or [value for value in call.inputs if value.dtype.is_floating_point]
-            if wanted and wanted[0] in call.inputs and (len(wanted) == 1 or wanted[0].origin < _PARAMETER):
+            alive = self._alive(call)
+            wanted = alive or [value for value in call.inputs if value.dtype.is_floating_point]
+            if wanted and wanted[0] in call.inputs and len(alive) < 2:
                 call.cut = call.inputs.index(wanted[0])
 
     def _add(self, tensor: Tensor, origin: int) -> _Value:
@@ -166,10 +170,14 @@ class _Flow(TorchDispatchMode):
         self.values.append(value)
         return value
 
-    def _use(self, tensor: Tensor) -> _Value:
+    def _look(self, tensor: Tensor) -> _Value:
         value: _Value = self.known.get(tensor) or self._add(tensor, _CONSTANT)
-        if tensor.requires_grad and value.origin < _PARAMETER:  # made by code that the mode does not see
+        if tensor.grad_fn is not None:  # also if it was made by code that the mode does not see
             value.origin = _COMPUTED
+        return value
+
+    def _use(self, tensor: Tensor) -> _Value:
+        value = self._look(tensor)
         value.uses.append((self.time, self._stack[-1].name if self._stack else "the caller"))
         return value
 
@@ -188,14 +196,13 @@ class _Flow(TorchDispatchMode):
         return outputs
 
     def _enter(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        inputs = [self._look(tensor) for tensor in tensors]
         self.time += 1
-        seen = (
-            (lambda tensor: self.known[tensor]) if isinstance(module, _Loss) else self._use
-        )  # it may leave some
-        inputs, parent = [seen(tensor) for tensor in tensors], self._stack[-1] if self._stack else None
-        call = _Call(module, self._names[module], len(self.calls), self.time, inputs, parent)
-        if parent is not None:
-            parent.kids.append(call)
+        if not isinstance(module, Loss):  # which may leave out some; its operations show which it uses
+            inputs = [self._use(tensor) for tensor in tensors]
+        call = _Call(module, self._names[module], len(self.calls), self.time, inputs)
+        if self._stack:
+            self._stack[-1].kids.append(call)
         self.calls.append(call)
         self._stack.append(call)
 
@@ -206,20 +213,21 @@ class _Flow(TorchDispatchMode):
 
     def segments(self) -> list[_Segment]:
         """Return the blocks. Raises `Unsupported` if tensors go around modules of the model."""
-        whole: set[_Call | None] = {None}
-        starts = self._starts(self.calls[0], whole)
-        members = [call for call in self.calls if call.parent in whole and call not in whole]
+        expanded: set[_Call] = set()
+        starts = self._starts(self.calls[0], expanded)
+        kids = [kid for call in expanded for kid in call.kids if kid not in expanded]
+        members = sorted(kids, key=lambda call: call.time)
         starts = sorted({members[0], *starts}, key=lambda call: call.time)
         times = pairwise([0, *(call.time for call in starts[1:]), self.time + 1])
         return [
             _Segment(
                 [call for call in members if begin <= call.time < end],
-                (start.inputs or self.calls[1].inputs)[start.cut or 0], range(begin, end),
+                (start.inputs or self.values)[start.cut or 0], range(begin, end),
             )
             for start, (begin, end) in zip(starts, times, strict=True)
         ]  # fmt: skip
 
-    def _starts(self, call: _Call, expanded: set[_Call | None]) -> list[_Call]:
+    def _starts(self, call: _Call, expanded: set[_Call]) -> list[_Call]:
         """Return the calls with which the blocks in a call begin."""
         outer = call.number < 2  # the model, or it with the loss
         if call.number == 0:
@@ -231,14 +239,12 @@ class _Flow(TorchDispatchMode):
             user = next(name for time, name in around.uses if time >= kid.time)
             raise Unsupported(
                 f"{kid.name}: no block of a chain: the tensor {list(around.shape)} that {around.maker} makes "
-                f"goes around it, to {user}; expected no other tensor than its input (skip connections within "
-                "a module are fine)"
+                f"goes around it, to {user}; expected no tensor but its input (skip connections within a module "
+                "are fine)"
             )
         starts = [kid for kid in call.kids if kid.cut is not None or call.number == 0]
-        one = hasattr(call.module, "mcr_axes") or (
-            _inner(call.module) and type(call.module) is not nn.Sequential
-        )
-        if broken or not starts or (one and not outer):
+        one = type(call.module) is not nn.Sequential and _inner(call.module)
+        if broken or not starts or ((one or hasattr(call.module, "mcr_axes")) and not outer):
             return [call]
         expanded.add(call)
         return [each for kid in starts for each in self._starts(kid, expanded)]
@@ -255,9 +261,7 @@ class _Pass:
         self._cuts = {call.number: (index, call.cut) for index, call in enumerate(firsts) if index}
         self._whole, self._ready = whole, dict[int, float]()
         self.saved, self.saved_before = [0] * len(segments), [0] * len(segments)
-        self._keepers = {
-            key: -1 for own in (*whole.parameters(), *whole.buffers()) for key, _ in _storages(own)
-        }
+        self._keepers = {_key(own): -1 for own in (*whole.parameters(), *whole.buffers())}
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t) if saved else nullcontext():
             result, self.forward = self._run()
         trained = [param for param in whole.parameters() if param.requires_grad]
@@ -289,11 +293,10 @@ class _Pass:
             self._marks.append(self._whole.now())
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        index = len(self._marks) - 1
-        for key, nbytes in _storages(tensor):
-            if (keeper := self._keepers.get(key)) not in {-1, index}:
-                (self.saved if keeper is None else self.saved_before)[index] += nbytes
-                self._keepers[key] = index
+        index, keeper = len(self._marks) - 1, self._keepers.get(_key(tensor))
+        if keeper not in {-1, index}:
+            (self.saved if keeper is None else self.saved_before)[index] += _key(tensor)[1]
+            self._keepers[_key(tensor)] = index
         return tensor
 
 
@@ -318,17 +321,15 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _dense(tensor: Tensor) -> list[Tensor]:
-    return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
-
-
 def _nbytes(tensor: Tensor) -> int:
-    return sum(each.numel() * each.element_size() for each in _dense(tensor))
+    parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
-def _storages(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return address and bytes of a tensor's storages."""
-    return [(each._cdata, each.nbytes()) for part in _dense(tensor) for each in [part.untyped_storage()]]
+def _key(tensor: Tensor) -> tuple[int, int]:
+    """Return address and bytes of a tensor's storage."""
+    storage = (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
+    return storage._cdata, storage.nbytes()
 
 
 # -- axes ---------------------------------------------------------------------------------------------------
@@ -338,6 +339,7 @@ _Cuts = dict[str, Any]
 _LONG: Final = ("batch", "sequence", "space")
 _TOKENS: Final = {"batch": "split", "sequence": "split"}
 _SPACE: Final = {"batch": "split", "space": "halo"}
+_POINTS: Final = {"ReLU", "LeakyReLU", "GELU", "SiLU", "Dropout"}
 _LEAVES: Final[dict[str, _Cuts]] = {
     "Linear": {**_TOKENS, "hidden": ("out_features", "columns")},
     "Embedding": {**_TOKENS, "hidden": ("embedding_dim", "columns"), "rows": ("num_embeddings", "sum")},
@@ -345,7 +347,7 @@ _LEAVES: Final[dict[str, _Cuts]] = {
     "MultiheadAttention": {"batch": "split", "sequence": "gather", "heads": ("num_heads", "sum")},
     **{f"Conv{dims}d": {**_SPACE, "hidden": ("out_channels", "columns")} for dims in (2, 3)},
     **{f"{kind}Pool{dims}d": _SPACE for kind in ("Max", "Avg") for dims in (2, 3)},
-    **{name: {**_TOKENS, "space": "split"} for name in ("ReLU", "LeakyReLU", "GELU", "SiLU", "Dropout")},
+    **{name: {**_TOKENS, "space": "split"} for name in sorted(_POINTS)},
     **{name: {"batch": "split"} for name in ("GroupNorm", "Flatten", "AdaptiveAvgPool3d")},
     "LayerNorm": _TOKENS, "RMSNorm": _TOKENS,
 }  # fmt: skip
@@ -362,7 +364,9 @@ def _inner(module: nn.Module) -> _Cuts:
     gate = kids.get("gate", kids.get("router"))
     if isinstance(gate, nn.Linear) and any(isinstance(kid, nn.ModuleList) for kid in kids.values()):
         return {"experts": (gate.out_features, "exchange")}
-    if len(linears) in {2, 3} and all(x.out_features == linears[-1].in_features for x in linears[:-1]):
+    others = {type(kid).__name__ for kid in kids.values() if kid not in linears}
+    fits = all(each.out_features == linears[-1].in_features for each in linears[:-1])
+    if len(linears) in {2, 3} and fits and others <= _POINTS:
         return {"hidden": (linears[0].out_features, "sum")}
     return {}
 
@@ -377,7 +381,7 @@ def _cuts(call: _Call) -> _Cuts:
     cuts, inner = _together([_cuts(kid) for kid in call.kids]), _inner(call.module)
     if "heads" in inner and "sequence" in cuts:
         cuts["sequence"] = "gather"
-    return {**{axis: cut for axis, cut in cuts.items() if axis in _LONG or not inner}, **inner}
+    return {**cuts, **inner}
 
 
 def _together(each: Sequence[_Cuts]) -> _Cuts:
@@ -448,6 +452,8 @@ def profile(
         assert [block.parameters for block in profile.blocks] == [1152, 0, 264]
         ```
     """
+    if not _tensors(batch):
+        raise InvalidArgument(f"batch: {short(batch)}; expected a tensor, or a tuple or dict with one")
     if not isinstance(model, nn.Module) or not any(param.requires_grad for param in model.parameters()):
         raise InvalidArgument(f"model: {short(model)}; expected a module with parameters that need gradients")
     if (count := whole_number(repeats)) is None or count < 1:

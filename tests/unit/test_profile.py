@@ -310,6 +310,11 @@ def test_random_blocks_are_noted_and_only_in_training() -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
     model = nn.Sequential(linear(), layer, nn.Dropout(0.5), linear())
     x = torch.ones(BATCH, 4, WIDTH)
+    assert profiled(model, x).blocks[1].axes == {
+        "batch": Axis(dims=(0,), parts=(BATCH,), how="split"),
+        "sequence": Axis(dims=(1,), parts=(4,), how="gather"),
+        "heads": Axis(dims=(), parts=(2,), how="sum"),
+    }
     assert [block.random for block in profiled(model, x).blocks] == [False, True, True, False]
     assert not any(block.random for block in profiled(model.eval(), x).blocks)
 
@@ -369,6 +374,10 @@ def test_wrong_arguments_are_refused() -> None:
     for options in ({"repeats": 0}, {"repeats": 1.5}):
         with pytest.raises(InvalidArgument, match="repeats"):
             profiled(linear(), **options)
+    with pytest.raises(InvalidArgument, match=r"^batch: 'text'; expected a tensor"):
+        profiled(linear(), "text")
+    with pytest.raises(InvalidArgument, match=r"^loss: its output needs no gradient"):
+        profiled(linear(), loss=lambda output: output.argmax())
     for model in (None, nn.ReLU()):
         with pytest.raises(InvalidArgument, match="expected a module with parameters that need gradients"):
             profiled(model)  # type: ignore[arg-type]

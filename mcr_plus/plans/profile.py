@@ -239,8 +239,7 @@ class _Flow(TorchDispatchMode):
             user = next(name for time, name in around.uses if time >= kid.time)
             raise Unsupported(
                 f"{kid.name}: no block of a chain: the tensor {list(around.shape)} that {around.maker} makes "
-                f"goes around it, to {user}; expected no tensor but its input (skip connections within a module "
-                "are fine)"
+                f"goes around it, to {user}; expected its input alone (a skip within a module is fine)"
             )
         starts = [kid for kid in call.kids if kid.cut is not None or call.number == 0]
         one = type(call.module) is not nn.Sequential and _inner(call.module)
@@ -397,12 +396,12 @@ def _together(each: Sequence[_Cuts]) -> _Cuts:
 
 def _axes(segment: _Segment, output: _Value) -> dict[str, Axis]:
     each = [_cuts(call) for call in segment.members]
-    shape, whole = segment.input.shape, len(segment.input.shape) == 2 + segment.input.dtype.is_floating_point
-    dims_of = {
+    shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
+    dims_of: dict[str, tuple[int, ...]] = {
         "batch": (0,),
-        "sequence": (1,) * whole,
-        "space": tuple(range(2, len(shape) * (len(shape) > 3))),
+        "sequence": (1,) if len(shape) == 2 + features else (),
     }
+    dims_of["space"] = tuple(range(2, len(shape))) if len(shape) > 3 else ()
     axes = {}
     for axis, cut in (each[0] if len(each) == 1 else _together(each)).items():
         dims = dims_of.get(axis, ())
@@ -465,7 +464,7 @@ def profile(
         flow = _Flow(whole)
         segments = flow.segments()
         names = {param: name.removeprefix("model.") for name, param in whole.named_parameters()}
-        users = {param: _users(flow, segments, param, name) for param, name in names.items()}
+        users = _users(flow, segments, names)
         first = _Pass(whole, segments, saved=True)
         passes = [_Pass(whole, segments) for _ in range(count)]
         states = _state_bytes(optimizer, first.gradients) if optimizer is not None else {}
@@ -473,11 +472,8 @@ def profile(
     outputs = [*(segment.input for segment in segments[1:]), flow.result]
     for index, (segment, output) in enumerate(zip(segments, outputs, strict=True)):
         own = [param for param, used in users.items() if used[:1] == [index]]
-        data = [
-            v
-            for v in flow.values
-            if v.origin == _BATCH and v.born < segment.times[0] and v is not segment.input
-        ]
+        begin = segment.times[0]
+        data = [v for v in flow.values if v.origin == _BATCH and v.born < begin and v is not segment.input]
         name = " + ".join(dict.fromkeys(call.name for call in segment.members))
         taken[name] += 1
         blocks.append(Block(
@@ -505,15 +501,23 @@ def profile(
     )  # fmt: skip
 
 
-def _users(flow: _Flow, segments: Sequence[_Segment], param: Tensor, name: str) -> list[int]:
-    """Return the blocks that use a parameter. Raises `Unsupported` if several do, and it is not marked."""
-    times = {time for time, _ in flow.known[param].uses}
-    times |= {c.time for c in flow.calls if any(p is param for p in c.module.parameters(recurse=False))}
-    used = [index for index, segment in enumerate(segments) if any(time in segment.times for time in times)]
-    if len(used) > 1 and not getattr(param, "mcr_shared", False):
-        first, second = (segments[index].members[0].name for index in used[:2])
-        raise Unsupported(
-            f"{second}: it shares {name} with {first}; expected parameters of one block, or "
-            "`parameter.mcr_shared = True`, and a plan that keeps these blocks together"
-        )
-    return used
+def _users(flow: _Flow, segments: Sequence[_Segment], names: Mapping[Any, str]) -> dict[Any, list[int]]:
+    """Return the blocks that use each parameter. Raises `Unsupported` if several do, and it is not marked."""
+    times = {param: {time for time, _ in flow.known[param].uses} for param in names}
+    for call in flow.calls:
+        for param in call.module.parameters(
+            recurse=False
+        ):  # also for modules that the mode does not see into
+            times[param].add(call.time)
+    users = {
+        param: [index for index, segment in enumerate(segments) if not used.isdisjoint(segment.times)]
+        for param, used in times.items()
+    }
+    for param, used in users.items():
+        if len(used) > 1 and not getattr(param, "mcr_shared", False):
+            first, second = (segments[index].members[0].name for index in used[:2])
+            raise Unsupported(
+                f"{second}: it shares {names[param]} with {first}; expected parameters of one block, or "
+                "`parameter.mcr_shared = True`, and a plan that keeps these blocks together"
+            )
+    return users

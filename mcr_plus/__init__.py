@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from mcr_plus.observe.dump import dump
     from mcr_plus.observe.explain import explain
     from mcr_plus.observe.record import record
+    from mcr_plus.plans.profile import profile
     from mcr_plus.torch_backend.shrinking import shrink_group
     from mcr_plus.training.compiling import compile  # noqa: A004 - the name is the same as torch's
     from mcr_plus.training.ddp import DDPState, ddp_hook
@@ -115,10 +116,10 @@ __all__ = [
     "broadcast_parameters", "capture", "compile", "ddp_hook", "dump", "elastic", "explain", "finalize",
     "flush", "fsdp", "fsdp_state", "gather", "gather_v", "get_backends", "get_rank", "get_world_size", "init",
     "irecv", "is_initialized", "isend", "join_sync", "load_state_dict", "local", "new_group", "no_sync",
-    "persistent", "plan_report", "reconfigure", "reconfigure_handle", "record", "recv", "redistribute",
-    "redistribution", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_tensor",
-    "reduce_scatter_v", "reset", "scatter", "scatter_v", "send", "shrink", "shrink_group", "state_dict",
-    "sync", "world", "wrap",
+    "persistent", "plan_report", "profile", "reconfigure", "reconfigure_handle", "record", "recv",
+    "redistribute", "redistribution", "reduce", "reduce_scatter", "reduce_scatter_coalesced",
+    "reduce_scatter_tensor", "reduce_scatter_v", "reset", "scatter", "scatter_v", "send", "shrink",
+    "shrink_group", "state_dict", "sync", "world", "wrap",
 ]  # fmt: skip
 
 _NAMES = {
@@ -148,6 +149,7 @@ _NAMES = {
     "observe.dump": "dump",
     "observe.explain": "explain",
     "observe.record": "record",
+    "plans.profile": "profile",
     "torch_backend.shrinking": "shrink_group",
     "training.compiling": "compile",
     "training.ddp": "DDPState ddp_hook",

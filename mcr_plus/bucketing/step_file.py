@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,24 +31,29 @@ from mcr_plus.core.kinds import KINDS
 from mcr_plus.errors import ConfigError, short
 
 _LARGEST_FILE: Final = 1 << 28
+T = TypeVar("T")
 
 
 def read(path: Path) -> CapturedStep:
     """Read a file written by `CapturedStep.save`; see `CapturedStep.load`."""
+    return read_json(path, VERSION, lambda content: _StepModel.model_validate_json(content).built(), "step")
+
+
+def read_json(path: Path, version: int, build: Callable[[bytes], T], what: str) -> T:
+    """Read a file of a version, checked and built by `build`; errors have file, line and key."""
     place = str(path)
+    expected = f"a {what} that `{what}.save` wrote"
     content = read_bytes(path, place, most=_LARGEST_FILE)
-    text, data = _decoded(content, place)
+    text, data = _decoded(content, place, what)
     if not isinstance(data, dict) or "version" not in data:
-        raise ConfigError(f"{place}:1: version: missing; expected a step that `step.save` wrote")
-    if data["version"] != VERSION:
-        line = line_of(text, ("version",))
-        raise ConfigError(
-            f"{place}:{line}: version: {short(data['version'])}; expected {VERSION}, which this release reads"
-        )
+        raise ConfigError(f"{place}:1: version: missing; expected {expected}")
+    if data["version"] != version:
+        line, found = line_of(text, ("version",)), short(data["version"])
+        raise ConfigError(f"{place}:{line}: version: {found}; expected {version}, which this release reads")
     try:
-        return _StepModel.model_validate_json(content).built()
+        return build(content)
     except ValidationError as error:
-        problems = _problems(error)
+        problems = _problems(error, what)
     except _Wrong as error:
         problems = [(error.keys, str(error))]
     raise ConfigError(
@@ -63,48 +69,50 @@ class _Wrong(Exception):
         self.keys = keys
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+class StrictModel(BaseModel):
+    """Fields of a file: no others, no conversions, no infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-_Seconds = Annotated[float, Field(ge=0, le=1e13)]  # range of traces; sums must stay finite
+Seconds = Annotated[float, Field(ge=0, le=1e13)]  # range of traces; sums must stay finite
 _Share = Annotated[float, Field(ge=0)]
-_Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 _Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 _Count = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 
-class _Compute(_Model):
+class _Compute(StrictModel):
     event: Literal["compute"]
     name: str
-    seconds: _Seconds
+    seconds: Seconds
 
 
-class _Ready(_Model):
+class _Ready(StrictModel):
     event: Literal["ready"]
     param: str
-    nbytes: _Bytes
+    nbytes: Bytes
     like: str = Field(pattern=r"\S")
 
 
-class _Need(_Model):
+class _Need(StrictModel):
     event: Literal["need"]
     module: str
 
 
-class _Issue(_Model):
+class _Issue(StrictModel):
     event: Literal["issue"]
     id: int
     kind: str
-    nbytes: _Bytes
+    nbytes: Bytes
     group: tuple[_Rank, ...] = Field(min_length=1)
     tag: str | None = None
-    seconds: _Seconds | None = None
+    seconds: Seconds | None = None
     gradients: tuple[str, ...] = ()
     dtype: str | None = None
 
 
-class _Wait(_Model):
+class _Wait(StrictModel):
     event: Literal["wait"]
     id: int
 
@@ -114,7 +122,7 @@ _EVENTS: Final[dict[str, type[Event]]] = {
 }  # fmt: skip
 
 
-class _Role(_Model):
+class _Role(StrictModel):
     ranks: tuple[_Rank, ...] = Field(min_length=1)
     events: tuple[Annotated[_Compute | _Ready | _Need | _Issue | _Wait, Field(discriminator="event")], ...]
 
@@ -148,10 +156,10 @@ class _Role(_Model):
         return Role(self.ranks, tuple(events))
 
 
-class _Probed(_Model):
+class _Probed(StrictModel):
     kind: str
     sizes: tuple[Annotated[float, Field(ge=0, le=MOST_BYTES)], ...] = Field(min_length=1)
-    seconds: tuple[_Seconds, ...]
+    seconds: tuple[Seconds, ...]
     shares: tuple[_Share, ...]
 
     def built(self, keys: Keys) -> Probed:
@@ -165,13 +173,13 @@ class _Probed(_Model):
         return Probed(self.kind, self.sizes, self.seconds, self.shares)
 
 
-class _StepModel(_Model):
+class _StepModel(StrictModel):
     version: Literal[1]
     source: Source
     ranks: _Count
     nodes: _Count
     model: str
-    seconds: _Seconds
+    seconds: Seconds
     spread: _Share
     by_caller: bool
     notes: tuple[str, ...] = ()
@@ -209,28 +217,28 @@ class _StepModel(_Model):
         )  # fmt: skip
 
 
-def _decoded(content: bytes, place: str) -> tuple[str, Any]:
+def _decoded(content: bytes, place: str, what: str) -> tuple[str, Any]:
     """Return the text of a file, and its parsed JSON."""
+    expected = f"expected a {what} that `{what}.save` wrote"
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+        raise ConfigError(f"{place}: not JSON; {expected}") from None
     try:
         return text, json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}:{error.lineno}: not JSON: {error.msg}; expected a step") from None
+        raise ConfigError(f"{place}:{error.lineno}: not JSON: {error.msg}; expected a {what}") from None
     except RecursionError:
-        raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+        raise ConfigError(f"{place}: not JSON; {expected}") from None
     except ValueError:  # Python converts at most 4,300 digits; this error has no position
         found = re.search(r"\d{4301}", text)
         line = text.count("\n", 0, found.start() if found else 0) + 1
         raise ConfigError(
-            f"{place}:{line}: not JSON that can be read: a whole number of thousands of digits; expected a "
-            "step that `step.save` wrote"
+            f"{place}:{line}: not JSON that can be read: a whole number of thousands of digits; {expected}"
         ) from None
 
 
-def _problems(error: ValidationError) -> list[tuple[Keys, str]]:
+def _problems(error: ValidationError, what: str) -> list[tuple[Keys, str]]:
     """Return keys and texts of pydantic's first errors; all missing fields of an object are one error."""
     found: list[tuple[Keys, str]] = []
     missing: dict[Keys, list[str]] = {}
@@ -245,7 +253,7 @@ def _problems(error: ValidationError) -> list[tuple[Keys, str]]:
     for keys, names in missing.items():
         place = (*keys, names[0]) if len(names) == 1 else keys
         fields = "field" if len(names) == 1 else f"fields {', '.join(names)}"
-        found.append((place, f"missing {fields}; expected what `step.save` wrote"))
+        found.append((place, f"missing {fields}; expected what `{what}.save` wrote"))
     # A list with wrong elements is also reported as too short.
     within = [keys for keys, _ in found]
     return [

@@ -1,0 +1,1 @@
+"""Plans of whole models: profiles of their blocks."""

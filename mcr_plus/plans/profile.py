@@ -1,0 +1,523 @@
+"""Profile a model: find its chain of blocks, and measure them.
+
+In one pass, a dispatch mode follows each tensor from the operation that makes it to those that use it.
+Tensors that depend on parameters or random numbers are *computed*; others are data that every rank can have.
+The model may be cut where a module begins if its input is the only computed tensor used from then on. What a
+parent computes between two such modules belongs to the first. All passes run the whole model, and mark times
+at the cuts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mcr_plus.bucketing.step import model_hash
+from mcr_plus.core.kinds import dtype_name
+from mcr_plus.core.units import whole_number
+from mcr_plus.errors import InvalidArgument, Unsupported, short
+from mcr_plus.plans.blocks import VERSION, Axis, Block, Profile
+
+_CONSTANT, _BATCH, _PARAMETER, _COMPUTED = range(4)  # what a tensor depends on; the higher one counts
+
+
+@dataclass(eq=False)
+class _Value:
+    """A tensor of the pass. `uses`: times, and names of modules."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    born: int
+    maker: str
+    origin: int
+    uses: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a module. `cut`: index of the input that is the only computed tensor in use, if one is."""
+
+    module: nn.Module
+    name: str
+    number: int
+    time: int
+    inputs: list[_Value]
+    kids: list[_Call] = field(default_factory=list)
+    cut: int | None = None
+
+
+class _Segment(NamedTuple):
+    """A block: the calls in it, its input, and its times."""
+
+    members: list[_Call]
+    input: _Value
+    times: range
+
+
+class Loss(nn.Module):
+    """A loss function as a module."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+class _Whole(nn.Module):
+    """Model and loss, with the arguments of a pass."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss if loss is None or isinstance(loss, nn.Module) else Loss(loss)
+        pair = loss is not None and isinstance(batch, tuple | list) and len(batch) == 2
+        given: Any = batch[0] if pair else batch
+        self.target = batch[1:] if pair else ()
+        self.kwargs = given if isinstance(given, Mapping) else {}
+        self.inputs = given if isinstance(given, tuple | list) else () if self.kwargs else (given,)
+        self.device = next((t.device for t in (*model.parameters(), *_tensors(batch))), torch.device("cpu"))
+
+    def forward(self) -> Tensor:
+        result: Any = self.model(*self.inputs, **self.kwargs)
+        if self.loss is not None:
+            result = self.loss(result, *self.target)
+        if not isinstance(result, Tensor):
+            raise Unsupported(
+                f"{'model' if self.loss is None else 'loss'}: its output is a {type(result).__name__}; "
+                "expected a tensor, or `loss`, a function that makes one of the model's output"
+            )
+        return result
+
+    def run(self, enter: Callable[..., None], leave: Callable[..., Any]) -> Tensor:
+        """Run a pass, and tell of each module and its tensors."""
+
+        def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
+            enter(module, _tensors((args, kwargs)))
+
+        hooks = [each.register_forward_pre_hook(tell, with_kwargs=True) for each in self.modules()]
+        hooks += [each.register_forward_hook(leave) for each in self.modules()]
+        try:
+            return self()  # type: ignore[no-any-return]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def now(self) -> float:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
+        return perf_counter()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore buffers and random numbers afterwards."""
+        before = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        on_cpu = self.device.type == "cpu"
+        devices, kind = ([], "cuda") if on_cpu else ([self.device.index or 0], self.device.type)
+        with torch.random.fork_rng(devices, device_type=kind):
+            try:
+                yield
+            finally:
+                for buffer, kept in before:
+                    buffer.data.copy_(kept)
+
+
+class _Flow(TorchDispatchMode):
+    """Follows the tensors of a pass, and finds the blocks."""
+
+    def __init__(self, whole: _Whole) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.time = 0
+        self.random: list[int] = []
+        self.known: Any = WeakTensorKeyDictionary()
+        self.values: list[_Value] = []
+        self.calls: list[_Call] = []
+        self._stack: list[_Call] = []
+        self._names = {module: name.removeprefix("model.") for name, module in whole.named_modules()}
+        for tensor in _tensors((whole.inputs, whole.kwargs, whole.target)):
+            self._add(tensor, _BATCH)
+        for tensor in whole.parameters():
+            self._add(tensor, _PARAMETER)
+        with self:
+            result = whole.run(self._enter, lambda *_: self._stack.pop() and None)
+        self.time += 1
+        self.result = self._use(result)
+        if not result.requires_grad:
+            raise InvalidArgument(
+                "loss: its output needs no gradient; expected one that depends on parameters"
+            )
+        for call in self.calls:
+            alive = self._alive(call)
+            wanted = alive or [value for value in call.inputs if value.dtype.is_floating_point]
+            if wanted and wanted[0] in call.inputs and len(alive) < 2:
+                call.cut = call.inputs.index(wanted[0])
+
+    def _add(self, tensor: Tensor, origin: int) -> _Value:
+        maker = self._stack[-1].name if self._stack else "the batch"
+        value = _Value(tuple(tensor.shape), tensor.dtype, _nbytes(tensor), self.time, maker, origin)
+        self.known[tensor] = value
+        self.values.append(value)
+        return value
+
+    def _look(self, tensor: Tensor) -> _Value:
+        value: _Value = self.known.get(tensor) or self._add(tensor, _CONSTANT)
+        if tensor.grad_fn is not None:  # also if it was made by code that the mode does not see
+            value.origin = _COMPUTED
+        return value
+
+    def _use(self, tensor: Tensor) -> _Value:
+        value = self._look(tensor)
+        value.uses.append((self.time, self._stack[-1].name if self._stack else "the caller"))
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.time += 1
+        origin = max((self._use(tensor).origin for tensor in _tensors((args, kwargs))), default=_CONSTANT)
+        # Attention draws only with dropout, its only number that is given by position.
+        drops = "attention" not in func.name() or any(isinstance(arg, float) and arg > 0 for arg in args)
+        if torch.Tag.nondeterministic_seeded in func.tags and drops:
+            self.random.append(self.time)
+            origin = _COMPUTED
+        for tensor in _tensors(outputs):
+            value = self.known.get(tensor) or self._add(tensor, origin)  # known: written in place
+            value.origin = max(value.origin, _COMPUTED if origin == _PARAMETER else origin)
+        return outputs
+
+    def _enter(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        inputs = [self._look(tensor) for tensor in tensors]
+        self.time += 1
+        if not isinstance(module, Loss):  # which may leave out some; its operations show which it uses
+            inputs = [self._use(tensor) for tensor in tensors]
+        call = _Call(module, self._names[module], len(self.calls), self.time, inputs)
+        if self._stack:
+            self._stack[-1].kids.append(call)
+        self.calls.append(call)
+        self._stack.append(call)
+
+    def _alive(self, call: _Call) -> list[_Value]:
+        """Return the computed tensors made before a call and used from then on."""
+        made = (value for value in self.values if value.origin == _COMPUTED and value.born < call.time)
+        return [value for value in made if value.uses and value.uses[-1][0] >= call.time]
+
+    def segments(self) -> list[_Segment]:
+        """Return the blocks. Raises `Unsupported` if tensors go around modules of the model."""
+        expanded: set[_Call] = set()
+        starts = self._starts(self.calls[0], expanded)
+        kids = [kid for call in expanded for kid in call.kids if kid not in expanded]
+        members = sorted(kids, key=lambda call: call.time)
+        starts = sorted({members[0], *starts}, key=lambda call: call.time)
+        times = pairwise([0, *(call.time for call in starts[1:]), self.time + 1])
+        return [
+            _Segment(
+                [call for call in members if begin <= call.time < end],
+                (start.inputs or self.values)[start.cut or 0], range(begin, end),
+            )
+            for start, (begin, end) in zip(starts, times, strict=True)
+        ]  # fmt: skip
+
+    def _starts(self, call: _Call, expanded: set[_Call]) -> list[_Call]:
+        """Return the calls with which the blocks in a call begin."""
+        outer = call.number < 2  # the model, or it with the loss
+        if call.number == 0:
+            self._starts(self.calls[1], set())  # what is wrong in the model comes before the loss
+        broken = [k for k in call.kids if k.cut is None and any(v.origin == _COMPUTED for v in k.inputs)]
+        if broken and outer:
+            alive, kid = self._alive(broken[0]), broken[0]
+            around = next((value for value in alive if value not in kid.inputs), alive[-1])
+            user = next(name for time, name in around.uses if time >= kid.time)
+            raise Unsupported(
+                f"{kid.name}: no block of a chain: the tensor {list(around.shape)} that {around.maker} makes "
+                f"goes around it, to {user}; expected its input alone (a skip within a module is fine)"
+            )
+        starts = [kid for kid in call.kids if kid.cut is not None or call.number == 0]
+        one = type(call.module) is not nn.Sequential and _inner(call.module)
+        if broken or not starts or ((one or hasattr(call.module, "mcr_axes")) and not outer):
+            return [call]
+        expanded.add(call)
+        return [each for kid in starts for each in self._starts(kid, expanded)]
+
+
+# -- measuring ----------------------------------------------------------------------------------------------
+
+
+class _Pass:
+    """A forward and a backward pass, and a forward pass without a graph: seconds and bytes by block."""
+
+    def __init__(self, whole: _Whole, segments: Sequence[_Segment], *, saved: bool = False) -> None:
+        firsts = [segment.members[0] for segment in segments]
+        self._cuts = {call.number: (index, call.cut) for index, call in enumerate(firsts) if index}
+        self._whole, self._ready = whole, dict[int, float]()
+        self.saved, self.saved_before = [0] * len(segments), [0] * len(segments)
+        self._keepers = {_key(own): -1 for own in (*whole.parameters(), *whole.buffers())}
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t) if saved else nullcontext():
+            result, self.forward = self._run()
+        trained = [param for param in whole.parameters() if param.requires_grad]
+        begin = whole.now()
+        # Not `backward()`: hooks of ready gradients would communicate, and the program's gradients change.
+        given = torch.autograd.grad(result, trained, torch.ones_like(result), allow_unused=True)
+        end = whole.now()
+        self.gradients = {param: each for param, each in zip(trained, given, strict=True) if each is not None}
+        ready = [*(self._ready.get(index, end) for index in range(len(segments))), begin]
+        # Hooks of one tensor, which a block has handed through, run in the order of the blocks.
+        self.backward = [max(late - early, 0.0) for late, early in pairwise(ready)]
+        with torch.no_grad():
+            self.recompute = self._run()[1]
+
+    def _run(self) -> tuple[Tensor, list[float]]:
+        self._count, self._marks = 0, [self._whole.now()]
+        result = self._whole.run(self._enter, lambda *_: None)
+        self._marks.append(self._whole.now())
+        if len(self._marks) != len(self.saved) + 1:
+            raise Unsupported("model: it calls other modules from pass to pass; expected the same modules")
+        return result, [late - early for early, late in pairwise(self._marks)]
+
+    def _enter(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:  # noqa: ARG002
+        index, cut = self._cuts.get(self._count, (0, None))
+        self._count += 1
+        if index:
+            if cut is not None and tensors[cut].requires_grad:
+                tensors[cut].register_hook(lambda _: self._ready.update({index: self._whole.now()}))
+            self._marks.append(self._whole.now())
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        index, keeper = len(self._marks) - 1, self._keepers.get(_key(tensor))
+        if keeper not in {-1, index}:
+            (self.saved if keeper is None else self.saved_before)[index] += _key(tensor)[1]
+            self._keepers[_key(tensor)] = index
+        return tensor
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, gradients: Mapping[Any, Tensor]) -> dict[Any, int]:
+    """Return the bytes of the state by parameter; where there is none yet, that of a step with zeros."""
+    sizes: dict[Any, int] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if not state and param in gradients:
+                twin: Any = copy.copy(optimizer)
+                like = torch.zeros_like(param).requires_grad_()
+                like.grad = torch.zeros_like(gradients[param])
+                twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [like]}]
+                twin.step()
+                state = twin.state[like]
+            sizes[param] = sum(map(_nbytes, _tensors(state)))
+    return sizes
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _key(tensor: Tensor) -> tuple[int, int]:
+    """Return address and bytes of a tensor's storage."""
+    storage = (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+# -- axes ---------------------------------------------------------------------------------------------------
+
+_Cuts = dict[str, Any]
+"""How a module may be cut, by axis; (number of parts, how) for axes of its parameters."""
+_LONG: Final = ("batch", "sequence", "space")
+_TOKENS: Final = {"batch": "split", "sequence": "split"}
+_SPACE: Final = {"batch": "split", "space": "halo"}
+_POINTS: Final = {"ReLU", "LeakyReLU", "GELU", "SiLU", "Dropout"}
+_LEAVES: Final[dict[str, _Cuts]] = {
+    "Linear": {**_TOKENS, "hidden": ("out_features", "columns")},
+    "Embedding": {**_TOKENS, "hidden": ("embedding_dim", "columns"), "rows": ("num_embeddings", "sum")},
+    "EmbeddingBag": {"batch": "split", "hidden": ("embedding_dim", "columns")},
+    "MultiheadAttention": {"batch": "split", "sequence": "gather", "heads": ("num_heads", "sum")},
+    **{f"Conv{dims}d": {**_SPACE, "hidden": ("out_channels", "columns")} for dims in (2, 3)},
+    **{f"{kind}Pool{dims}d": _SPACE for kind in ("Max", "Avg") for dims in (2, 3)},
+    **{name: {**_TOKENS, "space": "split"} for name in sorted(_POINTS)},
+    **{name: {"batch": "split"} for name in ("GroupNorm", "Flatten", "AdaptiveAvgPool3d")},
+    "LayerNorm": _TOKENS, "RMSNorm": _TOKENS,
+}  # fmt: skip
+"""Cuts of classes, and the attributes with the numbers of parts."""
+
+
+def _inner(module: nn.Module) -> _Cuts:
+    """Return how the parameters of attention, experts and MLPs may be cut."""
+    kids = dict(module.named_children())
+    linears = [kid for kid in kids.values() if isinstance(kid, nn.Linear)]
+    for name in ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads"):
+        if linears and type(count := getattr(module, name, None)) is int:
+            return {"heads": (count, "sum")}
+    gate = kids.get("gate", kids.get("router"))
+    if isinstance(gate, nn.Linear) and any(isinstance(kid, nn.ModuleList) for kid in kids.values()):
+        return {"experts": (gate.out_features, "exchange")}
+    others = {type(kid).__name__ for kid in kids.values() if kid not in linears}
+    fits = all(each.out_features == linears[-1].in_features for each in linears[:-1])
+    if len(linears) in {2, 3} and fits and others <= _POINTS:
+        return {"hidden": (linears[0].out_features, "sum")}
+    return {}
+
+
+def _cuts(call: _Call) -> _Cuts:
+    """Return how a called module may be cut: as declared, as its class, or as its parts allow."""
+    if hasattr(call.module, "mcr_axes"):
+        return dict(call.module.mcr_axes)  # type: ignore[arg-type]
+    if known := next((kind.__name__ for kind in type(call.module).__mro__ if kind.__name__ in _LEAVES), None):
+        leaf = _LEAVES[known].items()
+        return {axis: cut if axis in _LONG else (getattr(call.module, cut[0]), cut[1]) for axis, cut in leaf}
+    cuts, inner = _together([_cuts(kid) for kid in call.kids]), _inner(call.module)
+    if "heads" in inner and "sequence" in cuts:
+        cuts["sequence"] = "gather"
+    return {**cuts, **inner}
+
+
+def _together(each: Sequence[_Cuts]) -> _Cuts:
+    """Return how modules may be cut together: as all of them along the input, and as any inside."""
+    both: _Cuts = {}
+    for axis in _LONG:
+        hows = [cuts[axis] for cuts in each if axis in cuts]
+        if hows and len(hows) == len(each):
+            both[axis] = next((how for how in hows if how != "split"), "split")
+    inner = [(axis, cut) for cuts in each for axis, cut in cuts.items() if axis not in _LONG]
+    return both | {axis: cut for axis, cut in inner if cut[1] in {"sum", "exchange"}}
+
+
+def _axes(segment: _Segment, output: _Value) -> dict[str, Axis]:
+    each = [_cuts(call) for call in segment.members]
+    shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
+    dims_of: dict[str, tuple[int, ...]] = {
+        "batch": (0,),
+        "sequence": (1,) if len(shape) == 2 + features else (),
+    }
+    dims_of["space"] = tuple(range(2, len(shape))) if len(shape) > 3 else ()
+    axes = {}
+    for axis, cut in (each[0] if len(each) == 1 else _together(each)).items():
+        dims = dims_of.get(axis, ())
+        if axis in _LONG and (not dims or (output.shape and len(output.shape) <= max(dims))):
+            continue  # an output without dimensions is a loss
+        try:
+            count, how = ((), cut) if axis in _LONG else ((cut[0],), cut[1])
+            axes[axis] = Axis(dims=dims, parts=count or tuple(shape[dim] for dim in dims), how=how)
+        except (ValueError, TypeError, LookupError):
+            raise InvalidArgument(
+                f"{segment.members[0].name}: its axis {axis}: {short(cut)}; expected mcr_axes such as "
+                "{'batch': 'split', 'hidden': (1024, 'sum')}"
+            ) from None
+    return axes
+
+
+# -- the profile --------------------------------------------------------------------------------------------
+
+
+def profile(
+    model: nn.Module, batch: Any, *, optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Tensor] | None = None, repeats: int = 5,
+) -> Profile:  # fmt: skip
+    """Measure a model as a chain of blocks: times, bytes, and the axes along which each may be cut.
+
+    Blocks are the finest sequence of modules in which each gets one tensor from those before; any may read
+    data of the batch. `nn.Sequential` and other modules are taken apart where they are such a chain, but for
+    attention, experts, MLPs and modules with `mcr_axes`, which names the axes of modules that are not known:
+    `{"batch": "split", "hidden": (1024, "sum")}`, see `Axis`. The model runs in its present mode, without
+    communication of gradients; gradients, buffers and random numbers stay as they are.
+
+    Args:
+        model: not compiled. A parameter of several blocks needs `parameter.mcr_shared = True`.
+        batch: the input, or with `loss` a pair of input and target. A tuple or dict as input holds arguments.
+        optimizer: the optimizer of the model, to count its state.
+        loss: a function of the output, and of the target if there is one; it is the last block.
+        repeats: number of timed passes; times are medians.
+
+    Raises:
+        InvalidArgument: an argument is wrong.
+        Unsupported: the model is no chain; the text names the module, and the tensor that goes around it.
+
+    Example:
+        ```python
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+        profile = mcr.profile(model, torch.ones(4, 8), repeats=1)
+        assert [block.parameters for block in profile.blocks] == [1152, 0, 264]
+        ```
+    """
+    if not _tensors(batch):
+        raise InvalidArgument(f"batch: {short(batch)}; expected a tensor, or a tuple or dict with one")
+    if not isinstance(model, nn.Module) or not any(param.requires_grad for param in model.parameters()):
+        raise InvalidArgument(f"model: {short(model)}; expected a module with parameters that need gradients")
+    if (count := whole_number(repeats)) is None or count < 1:
+        raise InvalidArgument(f"repeats: {repeats!r}; expected a number from 1")
+    if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules()):
+        raise Unsupported("model: it is compiled; expected the model before torch.compile")
+    whole = _Whole(model, batch, loss)
+    with whole.unchanged(), torch.enable_grad():
+        flow = _Flow(whole)
+        segments = flow.segments()
+        names = {param: name.removeprefix("model.") for name, param in whole.named_parameters()}
+        users = _users(flow, segments, names)
+        first = _Pass(whole, segments, saved=True)
+        passes = [_Pass(whole, segments) for _ in range(count)]
+        states = _state_bytes(optimizer, first.gradients) if optimizer is not None else {}
+    blocks, taken = [], Counter[str]()
+    outputs = [*(segment.input for segment in segments[1:]), flow.result]
+    for index, (segment, output) in enumerate(zip(segments, outputs, strict=True)):
+        own = [param for param, used in users.items() if used[:1] == [index]]
+        begin = segment.times[0]
+        data = [v for v in flow.values if v.origin == _BATCH and v.born < begin and v is not segment.input]
+        name = " + ".join(dict.fromkeys(call.name for call in segment.members))
+        taken[name] += 1
+        blocks.append(Block(
+            name=name if taken[name] == 1 else f"{name} ({taken[name]})",
+            kind=" + ".join(dict.fromkeys(type(call.module).__name__ for call in segment.members)),
+            forward=median(each.forward[index] for each in passes),
+            backward=median(each.backward[index] for each in passes),
+            recompute=median(each.recompute[index] for each in passes),
+            parameters=sum(map(_nbytes, own)), optimizer=sum(states.get(param, 0) for param in own),
+            gradients=sum(_nbytes(first.gradients[param]) for param in own if param in first.gradients),
+            saved=first.saved[index], saved_before=first.saved_before[index],
+            output=output.nbytes, shape=output.shape, dtype=dtype_name(output.dtype),
+            axes=_axes(segment, output),
+            shared=tuple(names[param] for param, used in users.items() if len(used) > 1 and index in used),
+            reads_batch=index > 0 and any(time in segment.times for v in data for time, _ in v.uses),
+            random=any(time in segment.times for time in flow.random),
+        ))  # fmt: skip
+    trained = (
+        (name, p.shape, dtype_name(p.dtype)) for name, p in model.named_parameters() if p.requires_grad
+    )
+    return Profile(
+        version=VERSION, model=model_hash(trained), device=whole.device.type, input=segments[0].input.shape,
+        state_of=None if optimizer is None else type(optimizer).__name__,
+        unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
+    )  # fmt: skip
+
+
+def _users(flow: _Flow, segments: Sequence[_Segment], names: Mapping[Any, str]) -> dict[Any, list[int]]:
+    """Return the blocks that use each parameter. Raises `Unsupported` if several do, and it is not marked."""
+    times = {param: {time for time, _ in flow.known[param].uses} for param in names}
+    for call in flow.calls:
+        for param in call.module.parameters(
+            recurse=False
+        ):  # also for modules that the mode does not see into
+            times[param].add(call.time)
+    users = {
+        param: [index for index, segment in enumerate(segments) if not used.isdisjoint(segment.times)]
+        for param, used in times.items()
+    }
+    for param, used in users.items():
+        if len(used) > 1 and not getattr(param, "mcr_shared", False):
+            first, second = (segments[index].members[0].name for index in used[:2])
+            raise Unsupported(
+                f"{second}: it shares {names[param]} with {first}; expected parameters of one block, or "
+                "`parameter.mcr_shared = True`, and a plan that keeps these blocks together"
+            )
+    return users

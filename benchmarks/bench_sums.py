@@ -150,8 +150,9 @@ def sent() -> dict[str, int] | None:
 
     found = {}
     with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
-        cases = [(how, how, torch.float32) for how in SUMS]
-        for name, how, dtype in (*cases, ("accumulate", "exact", torch.float64)):
+        cases: list[tuple[str, Sums, torch.dtype]] = [(how, how, torch.float32) for how in SUMS]
+        cases.append(("accumulate", "exact", torch.float64))
+        for name, how, dtype in cases:
             x = torch.randn(SENT // 4, dtype=dtype)
             mcr.all_reduce(x, sums=how)
             comm.barrier()

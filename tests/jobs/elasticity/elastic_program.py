@@ -140,6 +140,7 @@ def main(folder: str, text: str) -> None:
             own = range(rank, WINDOWS, ranks)
             optimizer.zero_grad()
             maybe_die(step.number, "forward")
+            loss = torch.zeros(1)
             if exact:
                 for window in own:
                     with nullcontext() if window == own[-1] else mcr.no_sync(model):

@@ -38,7 +38,7 @@ class Axis(StrictModel):
     how: How
 
 
-class Block(StrictModel):
+class ModelBlock(StrictModel):
     """One or several modules with one tensor as input, and what their parent computes up to the next block.
 
     `name`, `kind`: of the modules. `forward`, `backward`: seconds. `recompute`: seconds of a forward pass
@@ -82,7 +82,7 @@ class Profile(StrictModel):
     input: tuple[_Length, ...]
     state_of: str | None
     unused: tuple[str, ...]
-    blocks: tuple[Block, ...] = Field(min_length=1)
+    blocks: tuple[ModelBlock, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _names_blocks_once(self) -> Profile:
@@ -122,7 +122,7 @@ class Profile(StrictModel):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _sums(blocks: Sequence[Block]) -> list[str]:
+def _sums(blocks: Sequence[ModelBlock]) -> list[str]:
     times, sizes = ("forward", "backward", "recompute"), ("parameters", "optimizer", "saved")
     total = {name: sum(getattr(block, name) for block in blocks) for name in (*times, *sizes)}
     return [f"{1e3 * total[name]:.3g} ms" for name in times] + [about(total[name]) for name in sizes]

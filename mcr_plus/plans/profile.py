@@ -5,6 +5,8 @@ Tensors that depend on parameters or random numbers are *computed*; others are d
 The model may be cut where a module begins if its input is the only computed tensor used from then on. What a
 parent computes between two such modules belongs to the first. All passes run the whole model, and mark times
 at the cuts.
+
+Long because what follows tensors, what cuts and what measures share its values.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from mcr_plus.bucketing.step import model_hash
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, Unsupported, short
-from mcr_plus.plans.blocks import VERSION, Axis, Block, Profile
+from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
 
 _CONSTANT, _BATCH, _PARAMETER, _COMPUTED = range(4)  # what a tensor depends on; the higher one counts
 
@@ -68,7 +70,7 @@ class _Segment(NamedTuple):
     times: range
 
 
-class Loss(nn.Module):
+class LossFunction(nn.Module):
     """A loss function as a module."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -81,7 +83,10 @@ class _Whole(nn.Module):
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> None:
         super().__init__()
-        self.model, self.loss = model, loss if loss is None or isinstance(loss, nn.Module) else Loss(loss)
+        self.model, self.loss = (
+            model,
+            loss if loss is None or isinstance(loss, nn.Module) else LossFunction(loss),
+        )
         pair = loss is not None and isinstance(batch, tuple | list) and len(batch) == 2
         given: Any = batch[0] if pair else batch
         self.target = batch[1:] if pair else ()
@@ -198,7 +203,9 @@ class _Flow(TorchDispatchMode):
     def _enter(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         inputs = [self._look(tensor) for tensor in tensors]
         self.time += 1
-        if not isinstance(module, Loss):  # which may leave out some; its operations show which it uses
+        if not isinstance(
+            module, LossFunction
+        ):  # which may leave out some; its operations show which it uses
             inputs = [self._use(tensor) for tensor in tensors]
         call = _Call(module, self._names[module], len(self.calls), self.time, inputs)
         if self._stack:
@@ -476,7 +483,7 @@ def profile(
         data = [v for v in flow.values if v.origin == _BATCH and v.born < begin and v is not segment.input]
         name = " + ".join(dict.fromkeys(call.name for call in segment.members))
         taken[name] += 1
-        blocks.append(Block(
+        blocks.append(ModelBlock(
             name=name if taken[name] == 1 else f"{name} ({taken[name]})",
             kind=" + ".join(dict.fromkeys(type(call.module).__name__ for call in segment.members)),
             forward=median(each.forward[index] for each in passes),

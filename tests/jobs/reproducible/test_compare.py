@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -367,11 +368,14 @@ def full_disk(folder: str) -> list[bool]:
 
 @pytest.mark.long
 def test_a_full_disk_ends_the_digests_but_not_the_job(tmp_path: Path) -> None:
-    results = run_ranks(full_disk, 2, args=[str(tmp_path)])
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    results = run_ranks(full_disk, 2, args=[str(folder)])
     for result in results:
         assert result.value == [True]
         assert result.stderr.count("the file has no more digests, and the job goes on") == 1
         assert "File too large" in result.stderr
-    status, found = compared(tmp_path, tmp_path)
+    shutil.copytree(folder, copy)
+    status, found = compared(folder, copy)
     assert (status, found["same"]) == (0, True)
     assert 0 < found["operations"] < 2 * 3000
+    assert mcr_plus("compare", folder, folder).returncode == 2

@@ -89,7 +89,7 @@ def operations_table() -> list[OperationRow]:
     return [*rows, *(OperationRow("sums", name, *_sums(name)) for name in registry.names("backends"))]
 
 
-def _sums(backend: str) -> tuple[Literal["native", "emulated", "no"], str]:
+def _sums(backend: str) -> tuple[Literal["native", "emulated"], str]:
     if backend == "local" or backend_class(backend).adds_in_order:
         return "native", ""
     return "emulated", "values of all ranks, moved in parts or whole and added by one rank or by each"

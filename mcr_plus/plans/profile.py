@@ -83,10 +83,8 @@ class _Whole(nn.Module):
 
     def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> None:
         super().__init__()
-        self.model, self.loss = (
-            model,
-            loss if loss is None or isinstance(loss, nn.Module) else LossFunction(loss),
-        )
+        self.model = model
+        self.loss = loss if loss is None or isinstance(loss, nn.Module) else LossFunction(loss)
         pair = loss is not None and isinstance(batch, tuple | list) and len(batch) == 2
         given: Any = batch[0] if pair else batch
         self.target = batch[1:] if pair else ()
@@ -203,9 +201,8 @@ class _Flow(TorchDispatchMode):
     def _enter(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         inputs = [self._look(tensor) for tensor in tensors]
         self.time += 1
-        if not isinstance(
-            module, LossFunction
-        ):  # which may leave out some; its operations show which it uses
+        # A loss may leave out some; its operations show which it uses.
+        if not isinstance(module, LossFunction):
             inputs = [self._use(tensor) for tensor in tensors]
         call = _Call(module, self._names[module], len(self.calls), self.time, inputs)
         if self._stack:
@@ -512,9 +509,7 @@ def _users(flow: _Flow, segments: Sequence[_Segment], names: Mapping[Any, str]) 
     """Return the blocks that use each parameter. Raises `Unsupported` if several do, and it is not marked."""
     times = {param: {time for time, _ in flow.known[param].uses} for param in names}
     for call in flow.calls:
-        for param in call.module.parameters(
-            recurse=False
-        ):  # also for modules that the mode does not see into
+        for param in call.module.parameters(recurse=False):  # also of modules that the mode does not see into
             times[param].add(call.time)
     users = {
         param: [index for index, segment in enumerate(segments) if not used.isdisjoint(segment.times)]

@@ -113,7 +113,10 @@ def compare(comm: mcr.Communicator, seeds: range, breaks: str | None = None) -> 
 def run(setup: str, first: int, cases: int) -> list[str]:
     torch.set_num_threads(1)
     with mcr.init({"version": 1, **SETUPS[setup]}) as comm:
-        return compare(comm, range(first, first + cases), "gloo" if setup == "failover" else None)
+        wrong = compare(comm, range(first, first + cases), "gloo" if setup == "failover" else None)
+        if setup == "failover" and not failover_jobs.channel_of("gloo")._round:
+            wrong.append("no library has taken over")
+        return wrong
 
 
 @pytest.mark.short("3-failover", "3-msccl")

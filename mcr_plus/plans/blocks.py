@@ -42,12 +42,12 @@ class ModelBlock(StrictModel):
     """One or several modules with one tensor as input, and what their parent computes up to the next block.
 
     `name`, `kind`: of the modules. `forward`, `backward`: seconds. `recompute`: seconds of a forward pass
-    without a graph: what recomputing the block adds to a step. `parameters`, `gradients`, `optimizer`
-    (state): bytes. `saved`: bytes kept for the backward pass, without parameters; what several blocks keep
-    counts in the first, and as `saved_before` in the others. `output`, `shape`, `dtype`: bytes, shape and
-    dtype of the next block's input. `axes`: how the block may be cut. `shared`: parameters that other blocks
-    use too, which count in the first. `reads_batch`: the block also reads data of the batch. `random`: it
-    draws random numbers.
+    without a graph: what recomputing the block adds to a step. `params`: bytes of its parameters by name.
+    `gradients`, `optimizer` (state): bytes. `saved`: bytes kept for the backward pass, without parameters;
+    what several blocks keep counts in the first, and as `saved_before` in the others. `output`, `shape`,
+    `dtype`: bytes, shape and dtype of the next block's input. `axes`: how the block may be cut. `shared`:
+    parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
+    of the batch. `random`: it draws random numbers.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ModelBlock(StrictModel):
     forward: Seconds
     backward: Seconds
     recompute: Seconds
-    parameters: Bytes
+    params: dict[str, Bytes]
     gradients: Bytes
     optimizer: Bytes
     saved: Bytes
@@ -67,6 +67,16 @@ class ModelBlock(StrictModel):
     shared: tuple[str, ...]
     reads_batch: bool
     random: bool
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of its parameters."""
+        return sum(self.params.values())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all parameters that it uses."""
+        return frozenset((*self.params, *self.shared))
 
 
 class Profile(StrictModel):

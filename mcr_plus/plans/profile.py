@@ -78,21 +78,25 @@ class LossFunction(nn.Module):
         self.forward = function
 
 
-class _Whole(nn.Module):
-    """Model and loss, with the arguments of a pass."""
+class WholeModel(nn.Module):
+    """Model and loss, and the batch of the next pass."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
         super().__init__()
         self.model = model
         self.loss = loss if loss is None or isinstance(loss, nn.Module) else LossFunction(loss)
-        pair = loss is not None and isinstance(batch, tuple | list) and len(batch) == 2
+        self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+    def take(self, batch: Any) -> None:
+        """Set the batch: the model's input, or with a loss a pair of input and target."""
+        pair = self.loss is not None and isinstance(batch, tuple | list) and len(batch) == 2
         given: Any = batch[0] if pair else batch
         self.target = batch[1:] if pair else ()
         self.kwargs = given if isinstance(given, Mapping) else {}
         self.inputs = given if isinstance(given, tuple | list) else () if self.kwargs else (given,)
-        self.device = next((t.device for t in (*model.parameters(), *_tensors(batch))), torch.device("cpu"))
 
     def forward(self) -> Tensor:
+        """Return the loss, or the model's output without one."""
         result: Any = self.model(*self.inputs, **self.kwargs)
         if self.loss is not None:
             result = self.loss(result, *self.target)
@@ -107,7 +111,7 @@ class _Whole(nn.Module):
         """Run a pass, and tell of each module and its tensors."""
 
         def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
-            enter(module, _tensors((args, kwargs)))
+            enter(module, tensors_in((args, kwargs)))
 
         hooks = [each.register_forward_pre_hook(tell, with_kwargs=True) for each in self.modules()]
         hooks += [each.register_forward_hook(leave) for each in self.modules()]
@@ -118,6 +122,7 @@ class _Whole(nn.Module):
                 hook.remove()
 
     def now(self) -> float:
+        """Return the time at which the device is done, in seconds."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize(self.device)
         return perf_counter()
@@ -139,7 +144,7 @@ class _Whole(nn.Module):
 class _Flow(TorchDispatchMode):
     """Follows the tensors of a pass, and finds the blocks."""
 
-    def __init__(self, whole: _Whole) -> None:
+    def __init__(self, whole: WholeModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.time = 0
         self.random: list[int] = []
@@ -148,7 +153,7 @@ class _Flow(TorchDispatchMode):
         self.calls: list[_Call] = []
         self._stack: list[_Call] = []
         self._names = {module: name.removeprefix("model.") for name, module in whole.named_modules()}
-        for tensor in _tensors((whole.inputs, whole.kwargs, whole.target)):
+        for tensor in tensors_in((whole.inputs, whole.kwargs, whole.target)):
             self._add(tensor, _BATCH)
         for tensor in whole.parameters():
             self._add(tensor, _PARAMETER)
@@ -187,13 +192,13 @@ class _Flow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         self.time += 1
-        origin = max((self._use(tensor).origin for tensor in _tensors((args, kwargs))), default=_CONSTANT)
+        origin = max((self._use(tensor).origin for tensor in tensors_in((args, kwargs))), default=_CONSTANT)
         # Attention draws only with dropout, its only number that is given by position.
         drops = "attention" not in func.name() or any(isinstance(arg, float) and arg > 0 for arg in args)
         if torch.Tag.nondeterministic_seeded in func.tags and drops:
             self.random.append(self.time)
             origin = _COMPUTED
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             value = self.known.get(tensor) or self._add(tensor, origin)  # known: written in place
             value.origin = max(value.origin, _COMPUTED if origin == _PARAMETER else origin)
         return outputs
@@ -219,6 +224,7 @@ class _Flow(TorchDispatchMode):
         """Return the blocks. Raises `Unsupported` if tensors go around modules of the model."""
         expanded: set[_Call] = set()
         starts = self._starts(self.calls[0], expanded)
+        starts = [call for call in starts if call.cut is None or call.inputs[call.cut].shape]
         kids = [kid for call in expanded for kid in call.kids if kid not in expanded]
         members = sorted(kids, key=lambda call: call.time)
         starts = sorted({members[0], *starts}, key=lambda call: call.time)
@@ -246,7 +252,7 @@ class _Flow(TorchDispatchMode):
                 f"goes around it, to {user}; expected its input alone (a skip within a module is fine)"
             )
         starts = [kid for kid in call.kids if kid.cut is not None or call.number == 0]
-        one = type(call.module) is not nn.Sequential and _inner(call.module)
+        one = type(call.module) is not nn.Sequential and inner_axes(call.module)
         if broken or not starts or ((one or hasattr(call.module, "mcr_axes")) and not outer):
             return [call]
         expanded.add(call)
@@ -259,7 +265,7 @@ class _Flow(TorchDispatchMode):
 class _Pass:
     """A forward and a backward pass, and a forward pass without a graph: seconds and bytes by block."""
 
-    def __init__(self, whole: _Whole, segments: Sequence[_Segment], *, saved: bool = False) -> None:
+    def __init__(self, whole: WholeModel, segments: Sequence[_Segment], *, saved: bool = False) -> None:
         firsts = [segment.members[0] for segment in segments]
         self._cuts = {call.number: (index, call.cut) for index, call in enumerate(firsts) if index}
         self._whole, self._ready = whole, dict[int, float]()
@@ -316,11 +322,12 @@ def _state_bytes(optimizer: torch.optim.Optimizer, gradients: Mapping[Any, Tenso
                 twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [like]}]
                 twin.step()
                 state = twin.state[like]
-            sizes[param] = sum(map(_nbytes, _tensors(state)))
+            sizes[param] = sum(map(_nbytes, tensors_in(state)))
     return sizes
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -342,6 +349,7 @@ _Cuts = dict[str, Any]
 _LONG: Final = ("batch", "sequence", "space")
 _TOKENS: Final = {"batch": "split", "sequence": "split"}
 _SPACE: Final = {"batch": "split", "space": "halo"}
+_LOSSES: Final = ("LossFunction", "CrossEntropyLoss", "MSELoss", "L1Loss", "BCEWithLogitsLoss")
 _POINTS: Final = {"ReLU", "LeakyReLU", "GELU", "SiLU", "Dropout"}
 _LEAVES: Final[dict[str, _Cuts]] = {
     "Linear": {**_TOKENS, "hidden": ("out_features", "columns")},
@@ -352,12 +360,12 @@ _LEAVES: Final[dict[str, _Cuts]] = {
     **{f"{kind}Pool{dims}d": _SPACE for kind in ("Max", "Avg") for dims in (2, 3)},
     **{name: {**_TOKENS, "space": "split"} for name in sorted(_POINTS)},
     **{name: {"batch": "split"} for name in ("GroupNorm", "Flatten", "AdaptiveAvgPool3d")},
-    "LayerNorm": _TOKENS, "RMSNorm": _TOKENS,
+    "LayerNorm": _TOKENS, "RMSNorm": _TOKENS, **{name: {"batch": "split"} for name in _LOSSES},
 }  # fmt: skip
 """Cuts of classes, and the attributes with the numbers of parts."""
 
 
-def _inner(module: nn.Module) -> _Cuts:
+def inner_axes(module: nn.Module) -> _Cuts:
     """Return how the parameters of attention, experts and MLPs may be cut."""
     kids = dict(module.named_children())
     linears = [kid for kid in kids.values() if isinstance(kid, nn.Linear)]
@@ -381,7 +389,7 @@ def _cuts(call: _Call) -> _Cuts:
     if known := next((kind.__name__ for kind in type(call.module).__mro__ if kind.__name__ in _LEAVES), None):
         leaf = _LEAVES[known].items()
         return {axis: cut if axis in _LONG else (getattr(call.module, cut[0]), cut[1]) for axis, cut in leaf}
-    cuts, inner = _together([_cuts(kid) for kid in call.kids]), _inner(call.module)
+    cuts, inner = _together([_cuts(kid) for kid in call.kids]), inner_axes(call.module)
     if "heads" in inner and "sequence" in cuts:
         cuts["sequence"] = "gather"
     return {**cuts, **inner}
@@ -399,7 +407,8 @@ def _together(each: Sequence[_Cuts]) -> _Cuts:
 
 
 def _axes(segment: _Segment, output: _Value) -> dict[str, Axis]:
-    each = [_cuts(call) for call in segment.members]
+    # A function of a scalar is one of the whole batch's loss.
+    each = [_cuts(call) for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
     shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
     dims_of: dict[str, tuple[int, ...]] = {
         "batch": (0,),
@@ -455,7 +464,7 @@ def profile(
         assert [block.parameters for block in profile.blocks] == [1152, 0, 264]
         ```
     """
-    if not _tensors(batch):
+    if not tensors_in(batch):
         raise InvalidArgument(f"batch: {short(batch)}; expected a tensor, or a tuple or dict with one")
     if not isinstance(model, nn.Module) or not any(param.requires_grad for param in model.parameters()):
         raise InvalidArgument(f"model: {short(model)}; expected a module with parameters that need gradients")
@@ -463,7 +472,8 @@ def profile(
         raise InvalidArgument(f"repeats: {repeats!r}; expected a number from 1")
     if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules()):
         raise Unsupported("model: it is compiled; expected the model before torch.compile")
-    whole = _Whole(model, batch, loss)
+    whole = WholeModel(model, loss)
+    whole.take(batch)
     with whole.unchanged(), torch.enable_grad():
         flow = _Flow(whole)
         segments = flow.segments()
@@ -486,7 +496,8 @@ def profile(
             forward=median(each.forward[index] for each in passes),
             backward=median(each.backward[index] for each in passes),
             recompute=median(each.recompute[index] for each in passes),
-            parameters=sum(map(_nbytes, own)), optimizer=sum(states.get(param, 0) for param in own),
+            params={names[param]: _nbytes(param) for param in own},
+            optimizer=sum(states.get(param, 0) for param in own),
             gradients=sum(_nbytes(first.gradients[param]) for param in own if param in first.gradients),
             saved=first.saved[index], saved_before=first.saved_before[index],
             output=output.nbytes, shape=output.shape, dtype=dtype_name(output.dtype),

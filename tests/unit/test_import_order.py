@@ -61,7 +61,7 @@ CAPABILITIES: dict[str, set[str]] = {
     "local_sgd": {"training"},
     "observe": set(),
     "parallel": {"layout"},
-    "plans": {"bucketing"},
+    "plans": {"bucketing", "layout"},
     "reliability": set(),
     "reproducible": {"observe"},
     "training": {"bucketing"},

@@ -111,21 +111,15 @@ def test_the_transformer_of_the_examples_has_the_bytes_of_closed_forms() -> None
         profiled(model, windows, loss=text)
     model.bytes.weight.mcr_shared = True  # type: ignore[attr-defined]
     found = profiled(model, windows, loss=text, optimizer=torch.optim.Adam(model.parameters()))
-    assert [block.name for block in found.blocks] == [
-        "bytes",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2",
-        "norm",
-        "loss",
-    ]
+    names = ["bytes", "blocks.0", "blocks.1", "blocks.2", "norm + loss"]  # a scalar begins no block
+    assert [block.name for block in found.blocks] == names
     h = shape.hidden
-    numbers = [(256 + shape.sequence) * h, *[12 * h * h + 13 * h] * 3, 2 * h, 0]
+    numbers = [(256 + shape.sequence) * h, *[12 * h * h + 13 * h] * 3, 2 * h]
     assert [block.parameters for block in found.blocks] == [4 * each for each in numbers]
     assert sum(numbers) == sum(param.numel() for param in model.parameters())
-    assert [block.shape for block in found.blocks] == [(BATCH, shape.sequence, h)] * 4 + [(), ()]
-    assert [block.shared for block in found.blocks] == [("bytes.weight",), (), (), (), ("bytes.weight",), ()]
-    assert [block.reads_batch for block in found.blocks] == [False] * 4 + [True, False]
+    assert [block.shape for block in found.blocks] == [(BATCH, shape.sequence, h)] * 4 + [()]
+    assert [block.shared for block in found.blocks] == [("bytes.weight",), (), (), (), ("bytes.weight",)]
+    assert [block.reads_batch for block in found.blocks] == [False] * 4 + [True]
     params = list(model.parameters())
     assert sum(block.saved for block in found.blocks) == kept_by_nodes(text(model(windows)), params)
     x = torch.zeros(BATCH, shape.sequence, h, requires_grad=True)

@@ -1,0 +1,194 @@
+"""Cut the parameters of modules: this rank's parts of attention, MLPs, linear layers and embeddings.
+
+Attention and MLPs are linear layers of which the last one adds up what the parts of the others give. Parts of
+different ranks are added by communication. Parts on one rank run one after another, each again for its
+backward pass, so that the activations of one part at a time are kept (co-shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from mcr_plus.errors import Unsupported
+from mcr_plus.plans.profile import inner_axes
+from mcr_plus.plans.tensors import part_of
+
+Move = Callable[[Tensor], Tensor]
+_COUNTS: Final = (
+    "heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "kv_heads", "num_kv_heads",
+    "n_kv_heads", "num_key_value_heads",
+)  # fmt: skip
+"""Attributes of attention that are divided with its heads."""
+
+
+class ParameterCut(NamedTuple):
+    """Cut of a parameter along a dimension that consists of `sections` equal ones, each with all parts."""
+
+    dim: int
+    sections: int = 1
+
+    def take(self, whole: Tensor, parts: Sequence[int], count: int) -> Tensor:
+        """Return units `parts[0]` up to `parts[1]` of `count` in each section; a view if there is one."""
+        units = whole.unflatten(self.dim, (self.sections, count, -1))
+        own = units.narrow(self.dim + 1, parts[0], parts[1] - parts[0])
+        part: Tensor = own.flatten(self.dim, self.dim + 2)
+        return part
+
+
+def cut_parameters(module: nn.Module, axis: str, count: int) -> dict[str, ParameterCut]:
+    """Return the cuts of a module's parameters along an axis with `count` units.
+
+    Raises:
+        Unsupported: its layers are not known to be cut so.
+    """
+    if isinstance(module, nn.Linear) and axis == "hidden":
+        return {name: ParameterCut(0) for name in ("weight", "bias") if getattr(module, name) is not None}
+    if isinstance(module, nn.Embedding) and axis in ("hidden", "rows"):
+        return {"weight": ParameterCut(1 if axis == "hidden" else 0)}
+    layers = {name: kid for name, kid in module.named_children() if isinstance(kid, nn.Linear)}
+    *firsts, last = layers or [""]
+    known = sum(1 for kid in module.modules() if next(kid.parameters(recurse=False), None) is not None)
+    if known != len(layers) or not firsts or type(module) is nn.MultiheadAttention:
+        raise Unsupported(
+            f"{type(module).__name__}: {axis} of it cannot be cut; expected linear layers alone"
+        )
+    width = layers[last].in_features
+    found = {f"{last}.weight": ParameterCut(1)}
+    for name in firsts:
+        sections, rest = divmod(layers[name].out_features, width)
+        if (rest and sections) or layers[name].out_features % count:
+            raise Unsupported(f"{name}: {layers[name].out_features} outputs do not consist of {count} {axis}")
+        for key in ("weight", "bias"):
+            if getattr(layers[name], key) is not None:
+                found[f"{name}.{key}"] = ParameterCut(0, max(sections, 1))
+    return found
+
+
+class CutModule(nn.Module):
+    """Parts of a module, whose outputs add up.
+
+    Args:
+        module: the module, whose parameters are replaced by this rank's.
+        axis, count: what is cut, and the number of its units.
+        parts: (first, end) units of each part of this rank; consecutive.
+        enter, leave: communication of the input, and of the sum of the parts.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        axis: str,
+        count: int,
+        parts: Sequence[tuple[int, int]],
+        enter: Move,
+        leave: Move,
+    ) -> None:
+        super().__init__()
+        self.inner, self.enter, self.leave = module, enter, leave
+        cuts = cut_parameters(module, axis, count)
+        own = parts[0][0], parts[-1][1]
+        self.units = [(low - own[0], high - own[0]) for low, high in parts]
+        self.count, self.cuts = own[1] - own[0], cuts
+        self.counts = {
+            name: getattr(module, name) for name in _COUNTS if axis == "heads" and hasattr(module, name)
+        }
+        self.first_row = own[0] * (getattr(module, "num_embeddings", 0) // count) if axis == "rows" else None
+        kids = [kid for kid in module.children() if isinstance(kid, nn.Linear)]
+        self.bias = kids[-1].bias if kids else None  # it is added to the sum
+        if kids:
+            kids[-1].register_parameter("bias", None)
+        self.whole_count = count
+        for name, cut in cuts.items():
+            holder = module.get_submodule(name.rpartition(".")[0])
+            key = name.rpartition(".")[2]
+            whole = getattr(holder, key)
+            shard = cut.take(whole.detach(), own, count).clone()
+            new = nn.Parameter(shard, requires_grad=whole.requires_grad)
+            new.mcr_cut = (tuple(whole.shape), cut, own, count)  # type: ignore[attr-defined]
+            setattr(holder, key, new)
+        self._set(own)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the parts, and add up their outputs."""
+        leaves, spec = tree_flatten((args, kwargs))
+        at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        leaves[at] = _moved(self.enter, leaves[at])
+        args, kwargs = tree_unflatten(leaves, spec)
+        if len(self.units) == 1:
+            return self._left(self._rows(*args, **kwargs))
+        sums: list[Any] = []
+        for number in range(len(self.units)):
+            output, spec = tree_flatten(checkpoint(self._part, number, *args, use_reentrant=False, **kwargs))
+            first = next(i for i, leaf in enumerate(output) if isinstance(leaf, Tensor))
+            if sums:
+                output[first] = sums[first] + output[first]
+            sums = output
+        return self._left(tree_unflatten(sums, spec))
+
+    def _part(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        units = self.units[number]
+        params = dict(self.inner.named_parameters())
+        own = {name: cut.take(params[name], units, self.count) for name, cut in self.cuts.items()}
+        self._set(units)
+        return functional_call(self.inner, own, args, kwargs)
+
+    def _rows(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; an embedding cut along its rows gives 0 for the others."""
+        if self.first_row is None:
+            return self.inner(*args, **kwargs)
+        weight = cast("Tensor", self.inner.weight)
+        rows = args[0] - self.first_row
+        found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight)
+        return found * ((rows >= 0) & (rows < len(weight))).unsqueeze(-1)
+
+    def _left(self, output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        leaves[at] = _moved(self.leave, leaves[at])
+        if self.bias is not None:
+            leaves[at] = leaves[at] + self.bias
+        return tree_unflatten(leaves, spec)
+
+    def _set(self, units: tuple[int, int]) -> None:
+        for name, count in self.counts.items():
+            setattr(self.inner, name, count * (units[1] - units[0]) // self.whole_count)
+
+
+def _moved(move: Move, x: Tensor) -> Tensor:
+    """Return `x` moved, but for indices, and before the blocks of a pass (see `part`)."""
+    return move(x) if x.is_floating_point() and not x.is_meta else x
+
+
+def cut_module(
+    model: nn.Module, names: Sequence[str], axes: Sequence[str], count: dict[str, int], cuts: int,
+    own: Sequence[int], enter: Move, leave: Move,
+) -> dict[str, CutModule]:  # fmt: skip
+    """Cut the modules of a block along `axes` into `cuts` parts, keep the parts `own`; return them by name.
+
+    Raises:
+        Unsupported: no module of the block can be cut so, or the parts are not consecutive.
+    """
+    if list(own) != list(range(own[0], own[-1] + 1)):
+        raise Unsupported(f"{names[0]}: parts {list(own)} on one rank; expected consecutive ones")
+    found: dict[str, CutModule] = {}
+    for name in names:
+        for path, module in list(model.get_submodule(name).named_modules(prefix=name)):
+            if any(path.startswith(f"{done}.") for done in found):
+                continue
+            axis = next((axis for axis in axes if axis in inner_axes(module)), None)
+            if axis is None and path == name and isinstance(module, nn.Linear | nn.Embedding):
+                axis = axes[0]
+            if axis is not None:
+                parts = [part_of((0, count[axis]), cuts, number) for number in own]
+                found[path] = CutModule(module, axis, count[axis], parts, enter, leave)
+                parent, _, key = path.rpartition(".")
+                setattr(model.get_submodule(parent), key, found[path])
+    if not found:
+        raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
+    return found

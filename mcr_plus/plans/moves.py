@@ -1,0 +1,107 @@
+"""Groups of a plan, and communication within its blocks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from mcr_plus.api import autograd
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.errors import Unsupported, short
+from mcr_plus.job.init import new_group
+from mcr_plus.layout.autograd import redistribute
+from mcr_plus.layout.layout import Layout
+from mcr_plus.plans.cutting import Move
+from mcr_plus.plans.language import ModelPlan
+from mcr_plus.plans.proof import EXCHANGES, ProvedPlan
+from mcr_plus.plans.sums import gradient_groups, shared_groups
+
+Comms = Mapping[tuple[int, ...], Communicator]
+
+
+def moves(proved: ProvedPlan, block: int, axis: int, rank: int, comms: Comms) -> tuple[Move, Move]:
+    """Return the communication of the input of a rank's parts, and of the sum of their outputs."""
+    plan, cut = proved.plan, proved.plan.cuts[block][axis]
+    ranks = _peers(plan, block, axis, rank)
+    if plan.how(block, cut) == "columns" or len(ranks) == 1:
+        return _same, _same
+    comm, name = comms[ranks], plan.blocks[block].name
+    tag = f"plan.{name}.sums"
+    if cut.outside is None:
+        return (
+            partial(autograd.replicate, group=comm, tag=tag),
+            partial(autograd.all_reduce, group=comm, tag=tag),
+        )
+    dim = plan.blocks[block].axes[cut.outside].dims[0]
+    sizes = [proved.tensors.box(block, "input", 0, 0, rank)[dim] for rank in ranks]
+    lengths = [high - low for low, high in sizes]
+    return (
+        _AlongDim(ranks, dim, lengths, comm, tag, sums=False),
+        _AlongDim(ranks, dim, lengths, comm, tag, sums=True),
+    )
+
+
+def open_groups(proved: ProvedPlan) -> dict[tuple[int, ...], Communicator]:
+    """Open the groups of a plan, in one order on all ranks."""
+    plan = proved.plan
+    needed = {transfer.ranks for transfer in proved.transfers}
+    shared: dict[str, list[int]] = defaultdict(list)
+    for block, cuts in enumerate(plan.cuts):
+        for cut in (False, True):
+            needed.update(gradient_groups(plan, block, cut=cut))
+        for axis, cut_ in enumerate(cuts):
+            if plan.how(block, cut_) in EXCHANGES:
+                needed.update(
+                    _peers(plan, block, axis, rank) for rank in np.unique(plan.places[block]).tolist()
+                )
+        for name in plan.blocks[block].shared:
+            shared[name].append(block)
+    for blocks in shared.values():
+        needed.update(shared_groups(plan, blocks))
+    return {ranks: new_group(ranks) for ranks in sorted(needed) if len(ranks) > 1}
+
+
+class _AlongDim:
+    """Gathers the parts of ranks along a dimension, or with `sums` adds up addends of all, and cuts them."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        dim: int,
+        sizes: Sequence[int],
+        comm: Communicator,
+        tag: str,
+        *,
+        sums: bool,
+    ) -> None:
+        self.ranks, self.dim, self.sizes, self.sums = ranks, dim, sizes, sums
+        self._redistribute = partial(redistribute, replicas="sum", group=comm, tag=tag)
+        self._known: dict[tuple[int, ...], tuple[Layout, Layout]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shape = tuple(x.shape)
+        if shape not in self._known:
+            whole = (*shape[: self.dim], sum(self.sizes), *shape[self.dim + 1 :])
+            parts = Layout.sharded(whole, self.ranks, self.dim, self.sizes)
+            all_ = Layout.mesh(whole, self.ranks, ["P" if self.sums else "R"])
+            self._known[shape] = (all_, parts) if self.sums else (parts, all_)
+        return self._redistribute(x, *self._known[shape])
+
+
+def _peers(plan: ModelPlan, block: int, axis: int, rank: int) -> tuple[int, ...]:
+    """Return the ranks of all parts along a cut, in order; the same for all micro-batches."""
+    rows = np.moveaxis(plan.places[block], 2 + axis, -1).reshape(-1, plan.cuts[block][axis].parts)
+    found = {tuple(dict.fromkeys(row)) for row in rows.tolist() if rank in row}
+    if len(found) > 1:
+        raise Unsupported(
+            f"{plan.blocks[block].name}: rank {rank} is in groups {short(sorted(found))}; expected one"
+        )
+    return found.pop()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,232 @@
+"""Plans of papers, each in the language of `language`.
+
+Every function returns a plan of a profile on `ranks` ranks. Combined plans are made by `hybrid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from mcr_plus.errors import InvalidArgument, unknown
+from mcr_plus.layout.regions import Ints
+from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.language import B, Blocks, F, Held, ModelPlan, PlanStep, W
+
+Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
+_INNER: Final = ("heads", "hidden", "experts", "tables", "rows")
+"""Axes of parameters whose parts add up or exchange elements."""
+
+
+# -- transforms and places -----------------------------------------------------------------------------------
+
+
+def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None = None) -> None:
+    """Cut blocks' parameters where they may be cut; others along `outside`, or into replicas."""
+    for index in plan.indices(blocks) if parts > 1 else []:
+        axes = {} if plan.blocks[index].shared else plan.blocks[index].axes
+        if inner := [axis for axis in _INNER if axis in axes and axes[axis].how in ("sum", "exchange")]:
+            fits = outside is None or outside in axes
+            plan.cut(index, inner, parts, outside if fits else None)
+        elif index and outside in axes and not plan.blocks[index].reads_batch:
+            plan.cut(index, outside, parts)
+        else:
+            plan.replicate(index, parts)
+
+
+def mesh(
+    profile: Profile, ranks: int, *, data: int = 1, tensor: int = 1, stages: Sequence[range] | int = 1,
+    micro_batches: int = 1, outside: str | None = None, held: Held = "whole", name: str = "plan",
+    loops: int = 1,
+) -> tuple[ModelPlan, list[range], Ints]:  # fmt: skip
+    """Return a plan without orders whose ranks are a mesh [stages, data, tensor], its stages, and the mesh.
+
+    With `loops`, each rank of the first dimension has several stages, in turn.
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name=name)
+    cuts = plan.stages(stages * loops) if isinstance(stages, int) else list(stages)
+    count = len(cuts) // loops
+    if count * data * tensor != ranks:
+        raise InvalidArgument(
+            f"{name}: {count} stages x {data} data x {tensor} tensor; the job has {ranks} ranks"
+        )
+    if data > 1:
+        plan.cut(..., "batch", data)
+    tensor_cut(plan, ..., tensor, outside)
+    plan.hold(..., held)
+    at = np.arange(ranks).reshape(count, data, tensor)
+    for number, stage in enumerate(cuts):
+        plan.assign(stage, at[number % count].ravel())
+    return plan, cuts, at
+
+
+# -- one stage ----------------------------------------------------------------------------------------------
+
+
+def data_parallel(profile: Profile, ranks: int, micro_batches: int = 1, held: Held = "whole") -> ModelPlan:
+    """Cut the batch; gradients are summed (`held`: ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054)."""
+    return mesh(profile, ranks, data=ranks, micro_batches=micro_batches, held=held, name="data_parallel")[0]
+
+
+def zero1(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut the batch, and the optimizer's state."""
+    return data_parallel(profile, ranks, micro_batches, "optimizer")
+
+
+def zero3(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut the batch and all parameters, which are gathered block by block."""
+    return data_parallel(profile, ranks, micro_batches, "parameters")
+
+
+def tensor_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut heads and hidden units (Megatron-LM; Shoeybi et al. 2019, arXiv 1909.08053)."""
+    return mesh(profile, ranks, tensor=ranks, micro_batches=micro_batches, name="tensor_parallel")[0]
+
+
+def sequence_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut heads and hidden units, and the sequence in between (Korthikanti et al. 2022, arXiv 2205.05198)."""
+    plan, _, _ = mesh(
+        profile, ranks, tensor=ranks, micro_batches=micro_batches, outside="sequence",
+        name="sequence_parallel",
+    )  # fmt: skip
+    return plan
+
+
+def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 1) -> ModelPlan:
+    """Cut heads and hidden units on each rank, which runs the parts in turn and again for the backward pass.
+
+    SuperScaler's co-shard (arXiv 2301.08984): activations of one part at a time, without communication.
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="co_shard")
+    if ranks > 1:
+        plan.cut(..., "batch", ranks)
+    for index, block in enumerate(plan.blocks):
+        if inner := [
+            axis for axis in ("heads", "hidden") if axis in block.axes and block.axes[axis].how == "sum"
+        ]:
+            plan.cut(index, inner, parts)
+        plan.assign(index, np.repeat(np.arange(ranks), parts) if inner else np.arange(ranks))
+    return plan
+
+
+# -- pipelines ----------------------------------------------------------------------------------------------
+
+
+def schedule_steps(
+    schedule: Schedule, stage: int, stages: int, micro_batches: int, blocks: Blocks = ...
+) -> list[PlanStep]:
+    """Return the order of a stage.
+
+    `gpipe`: Huang et al. 2019, arXiv 1811.06965. `1f1b`: Narayanan et al. 2021, arXiv 2104.04473.
+    `eager-1f1b`: twice as many micro-batches ahead, so that transfers overlap (Alpa's cross-mesh pipelines;
+    Zhuang et al. 2023, arXiv 2211.05322). `zero-bubble`: ZB-H1 of Qi et al. 2023, arXiv 2401.10241.
+    """
+    last = micro_batches
+    if schedule == "gpipe":
+        return [F(blocks, m) for m in range(last)] + [B(blocks, m) for m in range(last)]
+    ahead = stages - 1 - stage
+    ahead = min(2 * ahead if schedule == "eager-1f1b" else ahead, last)
+    steps = [F(blocks, m) for m in range(ahead)]
+    waiting = stage if schedule == "zero-bubble" else 0  # W begins once this many B are done
+    for m in range(last):
+        steps += [F(blocks, m + ahead)] if m + ahead < last else []
+        steps.append(B(blocks, m))
+        if schedule == "zero-bubble" and m >= waiting:
+            steps.append(W(blocks, m - waiting))
+    if schedule == "zero-bubble":
+        steps += [W(blocks, m) for m in range(max(last - waiting, 0), last)]
+    return steps
+
+
+def hybrid(
+    profile: Profile, ranks: int, *, data: int = 1, tensor: int = 1, stages: Sequence[range] | int = 1,
+    micro_batches: int = 1, schedule: Schedule = "1f1b", outside: str | None = None, held: Held = "whole",
+    recompute: Blocks = (), name: str = "hybrid",
+) -> ModelPlan:  # fmt: skip
+    """Cut data and parameters within the stages of a pipeline."""
+    plan, cuts, at = mesh(
+        profile, ranks, data=data, tensor=tensor, stages=stages, micro_batches=micro_batches,
+        outside=outside, held=held, name=name,
+    )  # fmt: skip
+    if schedule not in ("gpipe", "1f1b", "eager-1f1b", "zero-bubble"):
+        known = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble")
+        raise InvalidArgument(unknown("schedule", schedule, known))
+    if schedule == "zero-bubble":
+        plan.split_backward(...)
+    plan.recompute(recompute)
+    for stage in range(len(cuts)):
+        plan.order(at[stage].ravel().tolist(), schedule_steps(schedule, stage, len(cuts), micro_batches))
+    return plan
+
+
+def gpipe(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Run all forward passes before the backward passes; only inputs of stages are kept."""
+    return hybrid(
+        profile,
+        ranks,
+        stages=ranks,
+        micro_batches=micro_batches,
+        schedule="gpipe",
+        recompute=...,
+        name="gpipe",
+    )
+
+
+def one_f_one_b(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Alternate forward and backward passes, so that a stage keeps at most as many as there are stages."""
+    return hybrid(profile, ranks, stages=ranks, micro_batches=micro_batches, name="one_f_one_b")
+
+
+def eager_1f1b(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Run further ahead than 1F1B, to hide transfers."""
+    return hybrid(
+        profile, ranks, stages=ranks, micro_batches=micro_batches, schedule="eager-1f1b", name="eager_1f1b"
+    )
+
+
+def zero_bubble(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Fill the gaps of 1F1B with gradients of parameters."""
+    return hybrid(
+        profile, ranks, stages=ranks, micro_batches=micro_batches, schedule="zero-bubble", name="zero_bubble"
+    )
+
+
+def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int = 2) -> ModelPlan:
+    """Give each rank several stages (Narayanan et al. 2021, arXiv 2104.04473).
+
+    Micro-batches go through the stages in groups of as many as there are ranks.
+    """
+    plan, cuts, at = mesh(
+        profile, ranks, stages=ranks, micro_batches=micro_batches, loops=loops, name="interleaved"
+    )
+    groups = [range(m, min(m + ranks, micro_batches)) for m in range(0, micro_batches, ranks)]
+    for rank in at[:, 0, 0].tolist():
+        own = [cuts[loop * ranks + rank] for loop in range(loops)]
+        forwards = [F(stage, m) for group in groups for stage in own for m in group]
+        backwards = [B(stage, m) for group in groups for stage in reversed(own) for m in group]
+        ahead = min(2 * (ranks - 1 - rank) + (loops - 1) * ranks, len(forwards))
+        steps = forwards[:ahead]
+        for number, backward in enumerate(backwards):
+            steps += forwards[ahead + number : ahead + number + 1]
+            steps.append(backward)
+        plan.order(rank, steps)
+    return plan
+
+
+NAMED: Final[dict[str, Callable[..., ModelPlan]]] = {
+    each.__name__: each
+    for each in (
+        data_parallel, zero1, zero3, tensor_parallel, sequence_parallel, co_shard,
+        gpipe, one_f_one_b, eager_1f1b, zero_bubble, interleaved,
+    )
+}  # fmt: skip
+"""Plans by name."""
+
+
+def named(name: str, profile: Profile, ranks: int, **options: Any) -> ModelPlan:
+    """Return a plan by its name; raises `InvalidArgument` for an unknown one, which lists the names."""
+    if name not in NAMED:
+        raise InvalidArgument(unknown("plan", name, tuple(NAMED)))
+    return NAMED[name](profile, ranks, **options)

@@ -1,0 +1,127 @@
+"""Run some blocks of a model by its own forward, on the rank that has them.
+
+What comes before the blocks runs on meta tensors, which have shapes alone; where the first block begins, its
+input is put in place of the one computed; where the block after the last would begin, the pass ends.
+Parameters of other blocks are on the meta device, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.profile import WholeModel, tensors_in
+
+
+class _Left(Exception):
+    """The pass has reached the end of its blocks, with this tensor."""
+
+
+class _OnMeta(TorchFunctionMode):
+    """Runs operations on the meta device if one of their tensors is a parameter, or is there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        if any(tensor.is_meta or isinstance(tensor, nn.Parameter) for tensor in tensors_in(given)):
+            given = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, given)
+        return func(*given[0], **given[1])
+
+
+class ModelPart:
+    """Blocks of a model that a rank runs; see the module.
+
+    Args:
+        model: its parameters of other blocks are on the meta device (`drop_parameters`).
+        loss: as in `mcr.profile`.
+        profile: of the model.
+
+    Raises:
+        InvalidArgument: the model lacks modules of the profile.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None, profile: Profile) -> None:
+        self.whole = WholeModel(model, loss)
+        self._names = [block.name for block in profile.blocks]
+        self._range, self._stop = range(0), len(self._names)
+        self._input: Tensor | None = None
+        self._prefix: _OnMeta | None = None
+        self._calls: dict[nn.Module, int] = {}
+        modules = {name.removeprefix("model."): module for name, module in self.whole.named_modules()}
+        self._starts: dict[nn.Module, dict[int, int]] = {}
+        for index, name in enumerate(self._names):
+            first, count = re.fullmatch(r"(.*?)(?: \((\d+)\))?", name.split(" + ")[0]).groups()  # type: ignore[union-attr]
+            if first not in modules:
+                raise InvalidArgument(f"model: no module {first!r}, which the profile has")
+            self._starts.setdefault(modules[first], {})[int(count or 1)] = index
+        for module in self._starts:
+            module.register_forward_pre_hook(self._at_module, prepend=True, with_kwargs=True)
+
+    def run(self, blocks: range, x: Tensor | None, batch: Any) -> Tensor:
+        """Return the output of consecutive blocks, of the loss after the last one.
+
+        Args:
+            blocks: they are this rank's.
+            x: input of the first block; None for the model's first.
+            batch: the rows of the batch that `x` comes from.
+
+        Raises:
+            Unsupported: the model's forward does not reach the blocks as it did in the profile.
+        """
+        self._range, self._stop, self._input, self._calls = blocks, blocks.stop, x, {}
+        self.whole.take(batch)
+        grads = torch.is_grad_enabled()
+        if blocks.start:
+            torch.set_grad_enabled(False)
+            self._prefix = _OnMeta()
+            self._prefix.__enter__()  # type: ignore[no-untyped-call]
+        self._grads = grads
+        try:
+            result: Tensor = self.whole()
+        except _Left as left:
+            result = left.args[0]
+        finally:
+            reached = self._prefix is None
+            self._leave_prefix()
+            self._range = range(0)
+        if not reached:
+            raise Unsupported(f"model: its forward does not call {self._names[blocks.start]}")
+        return result
+
+    def _leave_prefix(self) -> None:
+        if self._prefix is not None:
+            self._prefix.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._prefix = None
+            torch.set_grad_enabled(self._grads)
+
+    def _at_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._range:
+            return None
+        count = self._calls[module] = self._calls.get(module, 0) + 1
+        index = self._starts[module].get(count)
+        if index is not None and index == self._stop:
+            tensors = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
+            raise _Left(next((tensor for tensor in tensors if tensor.requires_grad), tensors[0]))
+        if index == self._range.start and self._prefix is not None:
+            self._leave_prefix()
+            x = self._input
+            return tree_map(lambda e: x if isinstance(e, Tensor) and e.is_meta else e, (args, kwargs))
+        return None
+
+
+def drop_parameters(model: nn.Module, kept: Collection[str]) -> None:
+    """Move the parameters of a model but for some to the meta device, where they take no memory."""
+    for name, param in list(model.named_parameters()):
+        if name not in kept:
+            on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+            for module in model.modules():
+                for key, own in module._parameters.items():
+                    if own is param:
+                        module._parameters[key] = on_meta

@@ -1,0 +1,395 @@
+"""Proof of a plan before anything runs: tasks, tensors, order.
+
+Every part of every task has a rank; each rank runs its tasks once, in an order that waits for no later task
+of any rank; and every rank gets each element of its inputs once, by the proof of `layout`. The order found is
+one of all tasks and transfers of all ranks: each rank issues its own in this order, so groups of ranks agree
+on theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.layout import proof as layout_proof
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.program import exchanges
+from mcr_plus.layout.regions import as_ints, contains
+from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
+from mcr_plus.plans.tensors import Ends, PlanTensors
+
+EXCHANGES: Final = ("sum", "exchange", "gather", "halo")
+"""Cuts with which the parts of a task exchange data within it."""
+_LEAST: Final = 1e-9  # seconds of a task, so that it ends after it begins
+
+
+class TaskRun(NamedTuple):
+    """A task on the ranks that run it together, which exchange data within it; seconds in the ideal order.
+
+    `start`, `end`: without communication.
+    """
+
+    task: PlanTask
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+
+
+class PlanTransfer(NamedTuple):
+    """A tensor of one micro-batch and slice, moved between the tasks that make it and those that need it.
+
+    `tensor`: its number; `gradient`: the gradient of it; `time`: when it is made, in the order of `TaskRun`.
+    """
+
+    tensor: int
+    micro: int
+    slice: int
+    gradient: bool
+    made: Layout
+    needed: Layout
+    time: float
+
+    @property
+    def tag(self) -> str:
+        """Tag of its operations."""
+        return "plan.backward" if self.gradient else "plan.forward"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that make or need it."""
+        return tuple(sorted({*self.made.ranks, *self.needed.ranks}))
+
+
+@dataclass(frozen=True)
+class ProvedPlan:
+    """A plan that is right, and the order of its tasks and transfers on all ranks."""
+
+    plan: ModelPlan
+    tensors: PlanTensors
+    runs: tuple[TaskRun, ...]
+    transfers: tuple[PlanTransfer, ...]
+
+    @cached_property
+    def ideal(self) -> float:
+        """Seconds of the passes without communication."""
+        return max(run.end for run in self.runs)
+
+    def program(self, rank: int) -> list[PlanTask | PlanTransfer]:
+        """Return the tasks and transfers of a rank in the order of all ranks."""
+        return [item for _, item in self._items(rank)]
+
+    def _items(self, rank: int) -> list[tuple[tuple[float, int, int], PlanTask | PlanTransfer]]:
+        found: list[tuple[tuple[float, int, int], PlanTask | PlanTransfer]] = [
+            ((run.start, 1, number), run.task) for number, run in enumerate(self.runs) if rank in run.ranks
+        ]
+        for number, each in enumerate(self.transfers):
+            if rank in each.made.locals or rank in each.needed.locals:
+                found.append(((each.time, 0, number), each))
+        return sorted(found, key=lambda pair: pair[0])
+
+
+def prove(plan: ModelPlan) -> ProvedPlan:
+    """Return the plan with its order.
+
+    Raises:
+        InvalidArgument: the plan is wrong; the text names the task, the rank, and what is missing.
+    """
+    _check_tasks(plan)
+    tensors = PlanTensors(plan)
+    _check_tensors(plan, tensors)
+    runs = _Order(plan, tensors).sorted()
+    return ProvedPlan(plan, tensors, runs, tuple(_transfers(plan, tensors, runs)))
+
+
+# -- tasks --------------------------------------------------------------------------------------------------
+
+
+def _check_tasks(plan: ModelPlan) -> None:
+    for block, places in enumerate(plan.places):
+        absent = np.argwhere((places < 0) | (places >= plan.ranks))
+        if len(absent):
+            micro, slice_, *part = absent[0].tolist()
+            rank = int(places[tuple(absent[0])])
+            what = f"is on rank {rank}" if rank >= 0 else "has no rank"
+            where = f", part {tuple(part)}" if part else ""
+            raise InvalidArgument(f"{PlanTask(block, micro, slice_, 'F')}{where} {what}")
+        _check_replicas(plan, block)
+    for rank in range(plan.ranks):
+        own, order = plan.tasks_of(rank), plan.order_of(rank)
+        for task, times in Counter(order).items():
+            if task not in own:
+                raise InvalidArgument(f"rank {rank}: {task} is in its order, but not on this rank")
+            if times > 1:
+                raise InvalidArgument(f"rank {rank}: {task} is {times} times in its order")
+        if missing := own.difference(order):
+            raise InvalidArgument(f"rank {rank}: {min(missing)} is not in its order")
+
+
+def _check_replicas(plan: ModelPlan, block: int) -> None:
+    """Raise if gradients could not be added up: parameters differ by task, or a rank has two replicas."""
+    cuts, places = plan.cuts[block], plan.places[block]
+    name = plan.blocks[block].name
+    copies = [i for i, cut in enumerate(cuts) if not cut.axes]
+    moved = np.moveaxis(places, [2 + i for i in copies], range(len(copies))).reshape(
+        int(np.prod([cuts[i].parts for i in copies])), -1
+    )
+    seen: dict[int, int] = {}
+    for number, ranks in enumerate(moved):
+        for rank in np.unique(ranks).tolist():
+            if seen.setdefault(rank, number) != number:
+                raise InvalidArgument(f"{name}: rank {rank} has two of its replicas")
+    if plan.blocks[block].random and copies:
+        raise InvalidArgument(f"{name}: it draws random numbers, which its replicas would not draw alike")
+
+
+# -- tensors ------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(plan: ModelPlan, tensors: PlanTensors) -> None:
+    proved: set[tuple[int, int]] = set()
+    for tensor, micro, slice_, gradient in _all_tensors(plan):
+        ends = (tensors.gradients if gradient else tensors.values)(tensor, micro, slice_)
+        key = (id(ends.made), id(ends.needed))
+        if key in proved:
+            continue
+        proved.add(key)
+        block, kind = (tensor - 1, "B") if gradient else (tensor, "F")
+        task = f"{kind}(block {block}, micro-batch {micro}, slice {slice_})"
+        for rank in ends.needed.ranks:
+            if missing := _missing(ends.made, ends.needed, rank):
+                what = "gradient of output" if gradient else "input"
+                raise InvalidArgument(f"{task} on rank {rank}: {missing} of its {what} is made by no task")
+        if wrong := _unproved(ends.made, ends.needed):
+            raise InvalidArgument(f"{task}: {wrong}")
+    last = len(plan.blocks) - 1
+    for micro in range(plan.micro_batches):
+        for slice_ in range(plan.slices):
+            for block in (0, last):  # their outer ends are tensors of no other block
+                tensors.end(block, "input", micro, slice_)
+
+
+def _all_tensors(plan: ModelPlan) -> Iterator[tuple[int, int, int, bool]]:
+    for tensor in range(1, len(plan.blocks)):
+        for micro in range(plan.micro_batches):
+            for slice_ in range(plan.slices):
+                yield tensor, micro, slice_, False
+                yield tensor, micro, slice_, True
+
+
+def _missing(made: Layout, needed: Layout, rank: int) -> str | None:
+    """Return the box of a rank of which some element is in no box of some addend; None if there is none."""
+    for piece in needed.pieces(rank).tolist():
+        low, high = needed.held.lows[piece], needed.held.highs[piece]
+        for addend in range(made.addend_count):
+            own = made.addends == addend
+            lows, highs = np.maximum(made.held.lows[own], low), np.minimum(made.held.highs[own], high)
+            distinct = np.unique(np.stack([lows, highs])[:, (lows < highs).all(axis=1)], axis=1)
+            if not _covered(distinct, low, high):
+                return f"box {list(zip(low.tolist(), high.tolist(), strict=True))}"
+    return None
+
+
+def _covered(boxes: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
+    """Return whether boxes [2, n, dims] cover a box; they may overlap."""
+    edges = [np.unique(np.concatenate([boxes[0, :, d], boxes[1, :, d], low[d : d + 1], high[d : d + 1]]))
+             for d in range(len(low))]  # fmt: skip
+    grid = np.zeros([len(edge) - 1 for edge in edges], bool)
+    for one_low, one_high in zip(*boxes, strict=True):
+        at = [slice(*np.searchsorted(edge, [one_low[d], one_high[d]])) for d, edge in enumerate(edges)]
+        grid[tuple(at)] = True
+    return bool(grid.all())
+
+
+def _unproved(made: Layout, needed: Layout) -> str | None:
+    """Return the error in the direct exchange between two layouts; None if it is proved."""
+    ranks = as_ints(sorted({*made.ranks, *needed.ranks}))
+    direct = exchanges(made, needed, 4)[0].steps[0]
+    parts = {rank: direct.part(rank) for rank in ranks.tolist()}
+    for part in parts.values():
+        if wrong := layout_proof.check(part, made, needed):
+            return wrong
+    sends = np.stack([layout_proof.digests(part.sends, ranks) for part in parts.values()])
+    receives = np.stack([layout_proof.digests(part.receives, ranks) for part in parts.values()])
+    return None if np.array_equal(sends, receives.T) else "sender and receiver would pack different boxes"
+
+
+def is_local(ends: Ends) -> bool:
+    """Return whether every rank that needs a part of a tensor has made it."""
+    made, needed = ends
+    if made.is_partial:
+        return False
+    for rank in needed.ranks:
+        own, pieces = made.pieces(rank), needed.pieces(rank)
+        if not len(own) or not all(contains(made.held.take(own[:1]), needed.held.take(pieces))):
+            return False
+    return True
+
+
+# -- order --------------------------------------------------------------------------------------------------
+
+
+class _Order:
+    """Graph of runs: a run waits for its rank's last one, for its inputs, and for what the plan says."""
+
+    def __init__(self, plan: ModelPlan, tensors: PlanTensors) -> None:
+        self.plan, self.tensors = plan, tensors
+        self.runs: list[tuple[PlanTask, tuple[int, ...]]] = []
+        self.of: dict[PlanTask, dict[int, int]] = defaultdict(dict)
+        counts = len(plan.blocks), plan.micro_batches, plan.slices
+        for block, micro, slice_ in product(*map(range, counts)):
+            for ranks in _together(plan, block, micro, slice_):
+                for kind in plan.kinds(block):
+                    task = PlanTask(block, micro, slice_, kind)
+                    self.of[task].update(dict.fromkeys(ranks, len(self.runs)))
+                    self.runs.append((task, ranks))
+        self.befores = [set[int]() for _ in self.runs]
+        for rank in range(plan.ranks):
+            for first, second in pairwise(plan.order_of(rank)):
+                self.befores[self.of[second][rank]].add(self.of[first][rank])
+        for number, (task, ranks) in enumerate(self.runs):
+            self.befores[number].update(self._inputs(task, ranks))
+        for first, second in plan.befores:
+            for each in (first, second):
+                if each not in self.of:
+                    raise InvalidArgument(f"before: {each} is no task of the plan")
+            for number in self.of[second].values():
+                self.befores[number].update(self.of[first].values())
+
+    def _inputs(self, task: PlanTask, ranks: tuple[int, ...]) -> Iterator[int]:
+        """Yield the runs that make what a run needs."""
+        block, micro, slice_, kind = task
+        near: list[PlanTask] = []
+        if kind == "W":
+            near.append(task._replace(kind="B"))
+        elif kind == "B":
+            near.append(task._replace(kind="F"))
+        sequence = self.plan.blocks[block].axes.get("sequence")
+        if sequence is not None and sequence.how == "gather" and kind != "W":
+            other = slice_ + (1 if kind == "B" else -1)
+            near += [task._replace(slice=other)] if 0 <= other < self.plan.slices else []
+        last = block == len(self.plan.blocks) - 1
+        if block and kind == "F":
+            maker, ends = task._replace(block=block - 1), self.tensors.values(block, micro, slice_)
+        elif kind == "B" and not last:
+            maker, ends = task._replace(block=block + 1), self.tensors.gradients(block + 1, micro, slice_)
+        else:
+            maker, ends = None, None
+        if maker is not None and ends is not None:
+            if is_local(ends):
+                near.append(maker)
+            else:
+                yield from self.of[maker].values()
+        for each in near:
+            if absent := set(ranks).difference(self.of[each]):
+                raise InvalidArgument(f"{task} on rank {min(absent)}: it needs {each}, which is elsewhere")
+            yield from (self.of[each][rank] for rank in ranks)
+
+    def sorted(self) -> tuple[TaskRun, ...]:
+        """Return the runs by their starts without communication. Raises `InvalidArgument` for a circle."""
+        left = [len(each) for each in self.befores]
+        afters: list[list[int]] = [[] for _ in self.runs]
+        for number, befores in enumerate(self.befores):
+            for before in befores:
+                afters[before].append(number)
+        ready = [number for number, count in enumerate(left) if not count]
+        ends = np.zeros(len(self.runs))
+        starts, found = np.zeros(len(self.runs)), []
+        for number in ready:  # grows
+            task, ranks = self.runs[number]
+            starts[number] = max((ends[before] for before in self.befores[number]), default=0.0)
+            seconds = max(seconds_of(self.plan, self.tensors, task, rank) for rank in ranks)
+            ends[number] = starts[number] + max(seconds, _LEAST)
+            found.append(number)
+            for after in afters[number]:
+                left[after] -= 1
+                if not left[after]:
+                    ready.append(after)
+        if len(found) < len(self.runs):
+            raise InvalidArgument(self._circle(next(n for n, count in enumerate(left) if count), left))
+        found.sort(key=lambda number: starts[number])  # stable: equal ones stay in the order of the graph
+        return tuple(TaskRun(*self.runs[n], float(starts[n]), float(ends[n])) for n in found)
+
+    def _circle(self, number: int, left: list[int]) -> str:
+        """Describe tasks that wait for each other."""
+        path = [number]
+        while True:
+            before = next(each for each in self.befores[path[-1]] if left[each])
+            if before in path:
+                circle = path[path.index(before) :]
+                break
+            path.append(before)
+        names = [f"{self.runs[n][0]} on rank {self.runs[n][1][0]}" for n in circle[:4]]
+        more = ", …" if len(circle) > 4 else ""
+        return f"order: tasks wait for each other: {' for '.join(names)}{more}"
+
+
+def _together(plan: ModelPlan, block: int, micro: int, slice_: int) -> list[tuple[int, ...]]:
+    """Return the groups of ranks that run a task together, because they exchange data within it."""
+    places = plan.places[block][micro, slice_]
+    axes = [
+        axis for axis, cut in enumerate(plan.cuts[block])
+        if plan.how(block, cut) in EXCHANGES
+        or (plan.held[block] == "parameters" and plan.how(block, cut) in ALONG_DATA)
+    ]  # fmt: skip
+    rows = np.moveaxis(places, axes, range(places.ndim - len(axes), places.ndim))
+    groups: list[set[int]] = []
+    for row in rows.reshape(-1, int(np.prod([places.shape[axis] for axis in axes]))):
+        own = set(row.tolist())
+        for other in [each for each in groups if each & own]:
+            groups.remove(other)
+            own |= other
+        groups.append(own)
+    return [tuple(sorted(each)) for each in groups]
+
+
+def _transfers(plan: ModelPlan, tensors: PlanTensors, runs: Sequence[TaskRun]) -> Iterator[PlanTransfer]:
+    ends: dict[PlanTask, float] = defaultdict(float)
+    for run in runs:
+        ends[run.task] = max(ends[run.task], run.end)
+    for tensor, micro, slice_, gradient in _all_tensors(plan):
+        both = (tensors.gradients if gradient else tensors.values)(tensor, micro, slice_)
+        if not is_local(both):
+            maker = (
+                PlanTask(tensor, micro, slice_, "B") if gradient else PlanTask(tensor - 1, micro, slice_, "F")
+            )
+            yield PlanTransfer(tensor, micro, slice_, gradient, *both, ends[maker])
+
+
+def work_share(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
+    """Return the share of a rank's parts of a task in the block's pass over the whole batch."""
+    share = tensors.share(task.block, task.micro, task.slice, rank)
+    return share * parameter_share(plan, task.block, rank, outside=False)
+
+
+def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = True) -> float:
+    """Return the share of a block's parameters that a rank's parts use.
+
+    `outside`: count also cuts that divide input and output.
+    """
+    share = 1.0
+    at = np.argwhere(plan.places[block] == rank)
+    for axis, cut in enumerate(plan.cuts[block]):
+        if plan.how(block, cut) not in (*ALONG_DATA, "replicas") and (outside or cut.outside is None):
+            share *= len(np.unique(at[:, 2 + axis])) / cut.parts
+    return share
+
+
+def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
+    """Return the seconds of a rank's parts of a task, in proportion to their sizes."""
+    block = plan.blocks[task.block]
+    if task.kind == "F":
+        whole = block.forward
+    elif plan.split[task.block]:
+        whole = block.backward / 2
+    else:
+        whole = block.backward
+    if task.kind == "B" and plan.recomputed[task.block]:
+        whole += block.recompute
+    return whole * work_share(plan, tensors, task, rank)

@@ -1,0 +1,455 @@
+"""Run a plan: the passes of a step, its transfers and sums, over torch's autograd."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from mcr_plus.errors import InvalidArgument, Unsupported, short
+from mcr_plus.job.init import get_rank, get_world_size, world
+from mcr_plus.layout.redistribute import redistribute
+from mcr_plus.plans.cutting import CutModule, cut_module
+from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
+from mcr_plus.plans.moves import moves, open_groups
+from mcr_plus.plans.part import ModelPart, drop_parameters
+from mcr_plus.plans.profile import tensors_in
+from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
+from mcr_plus.plans.sums import (
+    GradientBucket,
+    OwnParameter,
+    complete,
+    gradient_groups,
+    make_buckets,
+    shared_groups,
+)  # fmt: skip
+
+Key = tuple[int, int, int, bool]
+"""Tensor, micro-batch, slice, and whether it is the gradient."""
+
+
+class BlockGraph:
+    """Consecutive blocks that a rank runs as one for a micro-batch and slice, with their graph."""
+
+    def __init__(self, blocks: range, micro: int, slice_: int) -> None:
+        self.blocks, self.micro, self.slice = blocks, micro, slice_
+        self.x: Tensor | None = None
+        self.y: Tensor | None = None
+        self.dy: Tensor | None = None
+        self.groups: list[dict[str, Any]] = []
+
+
+def parallelize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: ModelPlan | ProvedPlan, *,
+    loss: Callable[..., Tensor] | None = None,
+) -> ParallelModel:  # fmt: skip
+    """Return the model as a plan says, for this rank: its blocks, and its parts of them.
+
+    Collective over the job. All ranks pass equal models, and the same plan. The model and the optimizer are
+    changed: parameters of other ranks move to the meta device, and the optimizer has this rank's. Batch norm
+    and other modules without axes run whole.
+
+    Args:
+        model: the model of the profile.
+        optimizer: of the model, without state yet; with `held` other than `whole`, one that treats elements
+            alike, such as SGD and Adam.
+        plan: proved, if it is not yet.
+        loss: as in `mcr.profile`; the mean over the items of a batch, so that parts add up.
+
+    Raises:
+        InvalidArgument: the plan is wrong, or is one of another model or number of ranks.
+        Unsupported: the plan cuts a module in a way that is not known.
+
+    Example:
+        ```python
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.ones(6, 4), torch.zeros(6, 1)
+        loss = torch.nn.functional.mse_loss
+        profile = mcr.profile(model, batch, optimizer=optimizer, loss=loss, repeats=1)
+        plan = named("data_parallel", profile, mcr.get_world_size())
+        parallel = mcr.parallelize(model, optimizer, plan, loss=loss)
+        first = parallel.step(batch)  # forward and backward passes; the gradients are summed
+        optimizer.step()
+        assert parallel.step(batch) < first
+        ```
+    """
+    proved = plan if isinstance(plan, ProvedPlan) else prove(plan)
+    if proved.plan.ranks != get_world_size():
+        raise InvalidArgument(f"plan: made for {proved.plan.ranks} ranks; the job has {get_world_size()}")
+    if optimizer.state:
+        raise InvalidArgument("optimizer: it has state already; expected one before its first step")
+    return ParallelModel(model, optimizer, proved, loss)
+
+
+class ParallelModel:
+    """A rank's part of a model under a plan; see `parallelize`.
+
+    Attributes:
+        proved: the plan. module: the model. buckets: gradients, as they are added up.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, proved: ProvedPlan,
+        loss: Callable[..., Tensor] | None,
+    ) -> None:  # fmt: skip
+        self.proved, self.module, self.rank = proved, model, get_rank()
+        self.plan, self._tensors = proved.plan, proved.tensors
+        self._check()
+        self._blocks = [block for block, places in enumerate(self.plan.places) if self.rank in places]
+        names = {name for block in self._blocks for name in self.plan.blocks[block].names}
+        old = dict(model.named_parameters())
+        drop_parameters(model, names)
+        self._comms = open_groups(proved)
+        self.cut: dict[str, CutModule] = {}
+        for block in self._blocks:
+            self._cut(block)
+        new = {name: self._now(name) for name in old if name in names}
+        self.part = ModelPart(model, loss, self.plan.profile)
+        groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self.buckets = make_buckets(self._own(old, new, groups), self._comms)
+        self._optimize(optimizer, old, new, groups)
+        self._of_block: dict[int, list[GradientBucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            for block in self._blocks if bucket.held == "parameters" else []:
+                own = {id(new[name]) for name in self.plan.blocks[block].names}
+                if own & set(map(id, bucket.params)):
+                    self._of_block[block].append(bucket)
+        self._program = list(self._compiled())
+        self._made: dict[Key, Tensor] = {}
+        self._moving: dict[Key, Any] = {}
+        self._sent: deque[tuple[Any, Tensor | None]] = deque()
+
+    # -- set-up ---------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        plan = self.plan
+        for block, cuts in enumerate(plan.cuts):
+            one = plan.blocks[block]
+            for cut in cuts:
+                how = plan.how(block, cut)
+                if how in ("gather", "halo", "exchange"):
+                    raise Unsupported(f"{one.name}: cut along {cut.axes[0]} ({how}); not executed yet")
+            if one.random:
+                raise Unsupported(f"{one.name}: it draws random numbers, others than in one process")
+        if plan.slices > 1:
+            raise Unsupported("slices: not executed yet")
+
+    def _now(self, name: str) -> nn.Parameter:
+        """Return the parameter that has taken the place of a parameter of the model."""
+        module, _, key = name.rpartition(".")
+        path = module
+        for cut in self.cut:
+            if module == cut or module.startswith(f"{cut}."):
+                path = f"{cut}.inner{module[len(cut) :]}"
+        holder = self.module.get_submodule(path)
+        found: nn.Parameter | None = getattr(holder, key)
+        return (
+            found if found is not None else cast("nn.Parameter", self.cut[path.partition(".inner")[0]].bias)
+        )
+
+    def _cut(self, block: int) -> None:
+        plan, one = self.plan, self.plan.blocks[block]
+        names = [name for name in one.name.split(" + ") if name != "loss"]
+        at = np.argwhere(plan.places[block] == self.rank)
+        for axis, cut in enumerate(plan.cuts[block]):
+            how = plan.how(block, cut)
+            if not cut.axes or how in ALONG_DATA:
+                continue
+            own = sorted(set(at[:, 2 + axis].tolist()))
+            enter, leave = moves(self.proved, block, axis, self.rank, self._comms)
+            count = {name: one.axes[name].parts[0] for name in cut.axes}
+            self.cut |= cut_module(self.module, names, cut.axes, count, cut.parts, own, enter, leave)
+
+    def _own(
+        self, old: dict[str, nn.Parameter], new: dict[str, nn.Parameter], groups: dict[int, int]
+    ) -> list[OwnParameter]:
+        times, found = complete(self.proved), []
+        users: dict[str, list[int]] = defaultdict(list)
+        for block, one in enumerate(self.plan.blocks):
+            for name in one.names:
+                users[name].append(block)
+        for name, param in new.items():
+            if not param.requires_grad or id(old[name]) not in groups:
+                continue
+            blocks, is_cut = users[name], hasattr(param, "mcr_cut")
+            if len(blocks) > 1:
+                if is_cut:
+                    raise Unsupported(
+                        f"{name}: several blocks use it, and {self.plan.blocks[blocks[0]].name} cuts it"
+                    )
+                sums = shared_groups(self.plan, blocks)
+            else:
+                sums = gradient_groups(self.plan, blocks[0], cut=is_cut)
+            ranks = next(ranks for ranks in sums if self.rank in ranks)
+            time = max(times[block] for block in blocks)
+            found.append(OwnParameter(param, ranks, time, self.plan.held[blocks[0]], groups[id(old[name])]))
+        return sorted(found, key=lambda each: each.time)
+
+    def _optimize(
+        self, optimizer: torch.optim.Optimizer, old: dict[str, nn.Parameter], new: dict[str, nn.Parameter],
+        groups: dict[int, int],
+    ) -> None:  # fmt: skip
+        """Give the optimizer this rank's parameters in place of the model's."""
+        for group in optimizer.param_groups:
+            group["params"] = []
+        number = {id(new[name]): groups.get(id(param)) for name, param in old.items() if name in new}
+        for bucket in self.buckets:
+            group = optimizer.param_groups[number[id(bucket.params[0])] or 0]
+            group["params"] += bucket.optimized
+        sharded = [bucket for bucket in self.buckets if bucket.held == "optimizer"]
+        if sharded:
+            optimizer.register_step_post_hook(partial(_gather, sharded))
+
+    # -- program --------------------------------------------------------------------------------------------
+
+    def _compiled(self) -> Sequence[Callable[[], None]]:
+        """Return the rank's program as bound calls."""
+        items = self.proved.program(self.rank)
+        joined = self._joined()
+        graphs: dict[tuple[int, int, int], BlockGraph] = {}
+        keyed: list[tuple[tuple[float, ...], Callable[[], None]]] = []
+        at = 0.0
+        starts = {(run.task, rank): run.start for run in self.proved.runs for rank in run.ranks}
+        for item in items:
+            if isinstance(item, PlanTransfer):
+                at = item.time
+                keyed.append(((at, 0), partial(self._move, item)))
+                continue
+            at = starts[item, self.rank]
+            first, last = joined[item]
+            if item.block != (first if item.kind == "F" else last):
+                continue  # it runs with another block
+            key = first, item.micro, item.slice
+            if item.kind == "F":
+                graphs[key] = BlockGraph(range(first, last + 1), item.micro, item.slice)
+            run = {"F": self._forward, "B": self._backward, "W": self._weights}[item.kind]
+            keyed.append(((at, 1), partial(run, graphs[key])))
+        keyed += [((bucket.time, 0), bucket.start) for bucket in self.buckets]
+        keyed.sort(key=lambda pair: pair[0])
+        return [call for _, call in keyed]
+
+    def _joined(self) -> dict[PlanTask, tuple[int, int]]:
+        """Return the first and last block of the graph of each task of this rank.
+
+        Neighbours run as one if they follow each other in every pass, and the tensor between them stays.
+        """
+        order = self.plan.order_of(self.rank)
+        pairs = set(pairwise(order))
+        plan = self.plan
+        found: dict[PlanTask, tuple[PlanTask, PlanTask]] = {}
+        for task in order:
+            if task.kind != "F":
+                continue
+            first = task
+            if (
+                task.block
+                and (before := task._replace(block=task.block - 1)) in found
+                and self._is_one(before, task, pairs)
+            ):
+                first = found[before][0]
+                found[task] = (first, task)
+            else:
+                found[task] = (task, task)
+        lasts: dict[PlanTask, int] = {}
+        for task, (first, _) in found.items():
+            lasts[first] = max(lasts.get(first, 0), task.block)
+        return {
+            task._replace(kind=kind): (first.block, lasts[first])
+            for task, (first, _) in found.items() for kind in plan.kinds(task.block)
+        }  # fmt: skip
+
+    def _is_one(self, before: PlanTask, after: PlanTask, pairs: set[tuple[PlanTask, PlanTask]]) -> bool:
+        plan, block = self.plan, after.block
+        if plan.split[block] != plan.split[block - 1] or "parameters" in (
+            plan.held[block],
+            plan.held[block - 1],
+        ):
+            return False
+        if plan.recomputed[block] or plan.recomputed[block - 1]:
+            return False
+        for kind in plan.kinds(block):
+            one, two = before._replace(kind=kind), after._replace(kind=kind)
+            if ((one, two) if kind == "F" else (two, one)) not in pairs:
+                return False
+        ends = self._tensors.values(block, after.micro, after.slice)
+        return (
+            ends.made == ends.needed
+            and not self._tensors.gradients(block, after.micro, after.slice).made.is_partial
+        )
+
+    # -- step -----------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> Tensor:
+        """Run the passes of a step; return the loss of the whole batch, the same on all ranks.
+
+        The gradients of the parameters are those of this loss, complete on return. Gradients of a step
+        before are overwritten.
+
+        Args:
+            batch: the whole batch, as for `mcr.profile`, the same on all ranks; a rank uses its rows.
+
+        Raises:
+            InvalidArgument: the batch has another number of items than the plan's.
+        """
+        items = self.plan.profile.input[0]
+        if not any(tensor.ndim and len(tensor) == items for tensor in tensors_in(batch)):
+            shapes = [list(tensor.shape) for tensor in tensors_in(batch)]
+            raise InvalidArgument(f"batch: shapes {short(shapes)}; the plan is for {items} items")
+        for bucket in self.buckets:
+            bucket.reset()
+        self._loss: Tensor | None = None
+        self._batch = batch
+        for call in self._program:
+            call()
+        self._batch = None
+        while self._sent:
+            self._sent.popleft()[0].wait()
+        for bucket in self.buckets:
+            bucket.wait()
+        return self._whole_loss()
+
+    def _whole_loss(self) -> Tensor:
+        last = len(self.plan.blocks) - 1
+        loss = torch.zeros((), dtype=torch.float64, device="cpu")
+        firsts = gradient_groups(self.plan, last, cut=False)[0]  # one of its replicas
+        if self._loss is not None and self.rank in firsts:
+            loss += self._loss.cpu()
+        if get_world_size() > 1:
+            world().all_reduce(loss, tag="plan.loss")
+        return loss
+
+    def _rows(self, graph: BlockGraph) -> Any:
+        items, shape = self.plan.profile.input[0], self._tensors.whole_shape(graph.blocks.start)
+        low, high = self._tensors.rows(graph.blocks.start, graph.micro, graph.slice, self.rank)
+        unit = shape[0] // items
+        low, high = low // unit, high // unit
+        return tree_map(
+            lambda each: (
+                each[low:high] if isinstance(each, Tensor) and each.ndim and len(each) == items else each
+            ),
+            self._batch,
+        )
+
+    def _run(self, graph: BlockGraph) -> Tensor:
+        return self.part.run(graph.blocks, graph.x, self._rows(graph))
+
+    def _forward(self, graph: BlockGraph) -> None:
+        first, last = graph.blocks[0], graph.blocks[-1]
+        buckets = self._gathered(graph)
+        if first:
+            graph.x = self._take((first, graph.micro, graph.slice, False)).requires_grad_()
+        again = self.plan.recomputed[first]
+        with torch.set_grad_enabled(not again):
+            y = self._run(graph)
+        is_loss = last == len(self.plan.blocks) - 1
+        if is_loss:
+            share = self._tensors.share(last, graph.micro, graph.slice, self.rank)
+            part = y.detach() * share
+            self._loss = part if self._loss is None else self._loss + part
+        else:
+            expected = self._tensors.end(last, "output", graph.micro, graph.slice).local_shape(self.rank)
+            if tuple(y.shape) != expected:
+                raise Unsupported(
+                    f"{self.plan.blocks[last].name}: its output is {list(y.shape)}; by the profile {expected}"
+                )
+            self._made[last + 1, graph.micro, graph.slice, False] = y.detach()
+        graph.y = None if again else y
+        for bucket in buckets:
+            bucket.drop()
+
+    def _backward(self, graph: BlockGraph) -> None:
+        last = graph.blocks[-1]
+        buckets = self._gathered(graph)
+        if graph.y is None:
+            graph.y = self._run(graph)
+        if last == len(self.plan.blocks) - 1:
+            share = self._tensors.share(last, graph.micro, graph.slice, self.rank)
+            graph.dy = torch.full_like(graph.y, share)
+        else:
+            graph.dy = self._take((last + 1, graph.micro, graph.slice, True))
+        if self.plan.split[last]:
+            self._input_alone(graph)
+        else:
+            torch.autograd.backward(graph.y, graph.dy)
+        if graph.x is not None:
+            assert graph.x.grad is not None
+            self._made[graph.blocks[0], graph.micro, graph.slice, True] = graph.x.grad
+        if not self.plan.split[last]:
+            graph.x = graph.y = graph.dy = None
+        for bucket in buckets:
+            bucket.drop()
+
+    def _input_alone(self, graph: BlockGraph) -> None:
+        from torch.distributed.pipelining._backward import stage_backward_input
+
+        if graph.x is None:
+            return  # all of it is left for W
+        assert graph.y is not None
+        assert graph.dy is not None
+        if graph.y._is_view():
+            graph.y = graph.y.clone()  # it is detached in place
+        _, graph.groups = stage_backward_input([graph.y], [graph.dy], [graph.x], self._trained(graph))
+
+    def _weights(self, graph: BlockGraph) -> None:
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
+        if graph.x is None:
+            torch.autograd.backward(graph.y, graph.dy)  # type: ignore[arg-type]
+        else:
+            stage_backward_weight(self._trained(graph), graph.groups)
+        graph.x = graph.y = graph.dy = None
+        graph.groups = []
+
+    def _trained(self, graph: BlockGraph) -> Any:
+        names = dict.fromkeys(
+            name for block in graph.blocks for name in sorted(self.plan.blocks[block].names)
+        )
+        return iter([param for name in names if (param := self._now(name)).requires_grad])
+
+    def _gathered(self, graph: BlockGraph) -> list[GradientBucket]:
+        buckets = [bucket for block in graph.blocks for bucket in self._of_block[block]]
+        for bucket in buckets:
+            bucket.gather()
+        return buckets
+
+    def _move(self, transfer: PlanTransfer) -> None:
+        """Begin a transfer."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        key = transfer[:4]
+        x = self._made.pop(key, None)
+        work = redistribute(
+            x, transfer.made, transfer.needed, group=self._comms[transfer.ranks], async_op=True,
+            dtype=getattr(torch, self.plan.blocks[transfer.tensor - 1].dtype), tag=transfer.tag,
+        )  # fmt: skip
+        if self.rank in transfer.needed.locals:
+            self._moving[key] = work
+        else:
+            self._sent.append((work, x))
+
+    def _take(self, key: Key) -> Tensor:
+        """Return what a task of this rank needs of a tensor."""
+        tensor, micro, slice_, gradient = key
+        if key in self._moving:
+            work = self._moving.pop(key)
+            work.wait()
+            return work.output  # type: ignore[no-any-return]
+        made = self._made.pop(key)
+        ends = (self._tensors.gradients if gradient else self._tensors.values)(tensor, micro, slice_)
+        (own,), (needed,) = ends.made.pieces(self.rank), ends.needed.pieces(self.rank)
+        lows = ends.needed.held.lows[needed] - ends.made.held.lows[own]
+        highs = ends.needed.held.highs[needed] - ends.made.held.lows[own]
+        return made[tuple(map(slice, lows.tolist(), highs.tolist()))].contiguous().detach()
+
+
+def _gather(buckets: Sequence[GradientBucket], *_: Any) -> None:
+    for bucket in buckets:
+        bucket.gather()

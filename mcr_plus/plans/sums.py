@@ -1,0 +1,187 @@
+"""Gradients of a plan: which ranks add up which parameters' gradients, in buckets, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.work import Work
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.layout.regions import as_ints
+from mcr_plus.plans.language import ALONG_DATA, Held, ModelPlan
+from mcr_plus.plans.proof import ProvedPlan
+
+BUCKET: Final = 25 << 20
+"""Bytes of gradients from which a bucket is full."""
+_TAG: Final = "plan.gradients"
+
+
+def gradient_groups(plan: ModelPlan, block: int, *, cut: bool) -> list[tuple[int, ...]]:
+    """Return the groups of ranks that add up gradients of a block, each rank in one.
+
+    `cut`: of parameters that the plan cuts. The parts of other parameters are equal unless input and output
+    are cut, too. Replicas compute the same.
+    """
+    keyed = [
+        axis for axis, how_ in enumerate(plan.cuts[block])
+        if (how := plan.how(block, how_)) == "replicas"
+        or (how not in ALONG_DATA and (cut or how_.outside is None))
+    ]  # fmt: skip
+    groups: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
+    places = plan.places[block]
+    for rank in np.unique(places).tolist():
+        at = np.argwhere(places == rank)[:, as_ints(keyed) + 2]
+        groups[frozenset(map(tuple, at.tolist()))].append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def shared_groups(plan: ModelPlan, blocks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the groups that add up a parameter of several blocks, which none of them cuts.
+
+    Raises:
+        InvalidArgument: the blocks have different numbers of replicas.
+    """
+    each = [gradient_groups(plan, block, cut=False) for block in blocks]
+    if len({len(groups) for groups in each}) > 1:
+        names = " and ".join(plan.blocks[block].name for block in blocks)
+        raise InvalidArgument(f"{names} share a parameter; expected the same number of replicas")
+    found = [tuple(sorted(set().union(*groups))) for groups in zip(*each, strict=True)]
+    if len(set().union(*found)) < sum(map(len, found)):
+        names = " and ".join(plan.blocks[block].name for block in blocks)
+        raise InvalidArgument(f"{names} share a parameter; their replicas are on other ranks of each other")
+    return found
+
+
+class OwnParameter(NamedTuple):
+    """A parameter on this rank: the ranks that add up its gradient, and the time when it is complete."""
+
+    param: nn.Parameter
+    ranks: tuple[int, ...]
+    time: float
+    held: Held
+    group: int
+
+
+def complete(proved: ProvedPlan) -> dict[int, float]:
+    """Return for each block the time when all ranks have its last gradient."""
+    times: dict[int, float] = defaultdict(float)
+    for run in proved.runs:
+        if run.task.kind != "F":
+            times[run.task.block] = max(times[run.task.block], run.end)
+    return times
+
+
+class GradientBucket:
+    """Parameters whose gradients are added up as one flat tensor.
+
+    Args:
+        params: of one dtype and device. Their gradients become views of one tensor; with shards, they too.
+        comm: the ranks that add up; None if it is this rank alone.
+        time: position in the order of all ranks.
+        held: as in `ModelPlan`.
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], comm: Communicator | None, time: float, held: Held
+    ) -> None:
+        self.params, self.comm, self.time = list(params), comm, time
+        self.held: Held = "whole" if comm is None else held
+        sizes = [param.numel() for param in params]
+        parts = 1 if comm is None else comm.size
+        self.padded = -(-sum(sizes) // parts) * parts
+        like = params[0].detach()
+        self.gradients = like.new_zeros(self.padded)
+        self._views = [
+            flat[:size].view_as(param)
+            for param, size, flat in zip(
+                params, sizes, self.gradients.split([*sizes, self.padded - sum(sizes)]), strict=False
+            )
+        ]
+        self.work: Work | None = None
+        if self.held != "whole":
+            self._flatten(like, sizes)
+
+    def _flatten(self, like: Tensor, sizes: Sequence[int]) -> None:
+        assert self.comm is not None
+        self.values = like.new_zeros(self.padded)
+        for param, part in zip(
+            self.params, self.values.split([*sizes, self.padded - sum(sizes)]), strict=False
+        ):
+            part.copy_(param.detach().flatten())
+            param.data = part.view_as(param)
+        own = self.values.chunk(self.comm.size)[self.comm.rank]
+        self.shard = nn.Parameter(own.clone() if self.held == "parameters" else own)
+        self.shard.grad = self.gradients.chunk(self.comm.size)[self.comm.rank]
+        self._nbytes = self.values.untyped_storage().nbytes()
+        self.drop()
+
+    @property
+    def optimized(self) -> list[nn.Parameter]:
+        """Parameters for the optimizer: this rank's own, or its shard of all."""
+        return self.params if self.held == "whole" else [self.shard]
+
+    def reset(self) -> None:
+        """Set the gradients to 0, before the passes of a step."""
+        self.gradients.zero_()
+        for param, view in zip(self.params, self._views, strict=True):
+            param.grad = view
+
+    def start(self) -> None:
+        """Begin to add up the gradients."""
+        if self.comm is None:
+            return
+        if self.held == "whole":
+            self.work = self.comm.all_reduce(self.gradients, async_op=True, tag=_TAG)
+        else:
+            assert self.shard.grad is not None
+            self.work = self.comm.reduce_scatter_tensor(
+                self.shard.grad, self.gradients, async_op=True, tag=_TAG
+            )
+
+    def wait(self) -> None:
+        """Wait for the sums."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def gather(self) -> None:
+        """Get the parameters of all shards, into the memory of whole ones."""
+        self.values.untyped_storage().resize_(self._nbytes)
+        own = self.shard.detach()
+        if self.held == "optimizer":
+            own = own.clone()
+        assert self.comm is not None
+        self.comm.all_gather_into_tensor(self.values, own, tag="plan.parameters")
+
+    def drop(self) -> None:
+        """Free the memory of whole parameters, if they are in shards."""
+        if self.held == "parameters":
+            self.values.untyped_storage().resize_(0)
+
+
+def make_buckets(
+    own: Sequence[OwnParameter], comms: Mapping[tuple[int, ...], Communicator], size: int = BUCKET
+) -> list[GradientBucket]:
+    """Return the buckets of this rank's parameters, alike on all ranks of a group; in the order of time."""
+    keyed: dict[Any, list[OwnParameter]] = defaultdict(list)
+    for each in own:
+        block = each.time if each.held == "parameters" else None  # gathered block by block
+        kind = each.param.dtype, each.param.device
+        keyed[each.ranks, each.held, each.group, kind, block].append(each)
+    found: list[tuple[tuple[int, ...], GradientBucket]] = []
+    for (ranks, held, *_), members in keyed.items():
+        members.sort(key=lambda each: each.time)
+        bucket: list[OwnParameter] = []
+        for number, each in enumerate(members):
+            bucket.append(each)
+            full = sum(one.param.numel() * one.param.element_size() for one in bucket) >= size
+            if number == len(members) - 1 or (full and members[number + 1].time > each.time):
+                params = [one.param for one in bucket]
+                found.append((ranks, GradientBucket(params, comms.get(ranks), each.time, held)))
+                bucket = []
+    return [bucket for _, bucket in sorted(found, key=lambda pair: (pair[1].time, pair[0]))]

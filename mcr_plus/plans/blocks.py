@@ -31,11 +31,17 @@ class Axis(StrictModel):
     - `gather`: parts need data of the others: in attention, keys and values;
     - `halo`: parts need their neighbours' borders;
     - `exchange`: elements go to the parts that they choose, and back (all_to_all).
+
+    Of what a cut of parameters divides: bytes of activations that are `saved`, of `params`, and of its
+    `input`.
     """
 
     dims: tuple[Annotated[int, Field(ge=0, lt=64)], ...]
     parts: tuple[_Parts, ...] = Field(min_length=1)
     how: How
+    saved: Bytes = 0
+    params: Bytes = 0
+    input: Bytes = 0
 
 
 class ModelBlock(StrictModel):
@@ -47,7 +53,8 @@ class ModelBlock(StrictModel):
     what several blocks keep counts in the first, and as `saved_before` in the others. `output`, `shape`,
     `dtype`: bytes, shape and dtype of the next block's input. `axes`: how the block may be cut. `shared`:
     parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
-    of the batch. `random`: it draws random numbers.
+    of the batch. `random`: it draws random numbers. `transient`: bytes that a pass needs beyond those.
+    `through`: bytes of the outputs of modules with parameters.
     """
 
     name: str
@@ -60,6 +67,8 @@ class ModelBlock(StrictModel):
     optimizer: Bytes
     saved: Bytes
     saved_before: Bytes
+    transient: Bytes
+    through: Bytes
     output: Bytes
     shape: tuple[_Length, ...]
     dtype: str

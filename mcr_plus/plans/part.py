@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.plans.blocks import Profile
-from mcr_plus.plans.profile import WholeModel, tensors_in
+from mcr_plus.plans.whole import WholeModel, tensors_in
 
 
 class _Left(Exception):

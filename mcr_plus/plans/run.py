@@ -20,7 +20,6 @@ from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
 from mcr_plus.plans.moves import moves, open_groups
 from mcr_plus.plans.part import ModelPart, drop_parameters
-from mcr_plus.plans.profile import tensors_in
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
 from mcr_plus.plans.sums import (
     GradientBucket,
@@ -30,6 +29,7 @@ from mcr_plus.plans.sums import (
     make_buckets,
     shared_groups,
 )  # fmt: skip
+from mcr_plus.plans.whole import tensors_in
 
 Key = tuple[int, int, int, bool]
 """Tensor, micro-batch, slice, and whether it is the gradient."""

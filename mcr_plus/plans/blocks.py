@@ -47,7 +47,8 @@ class Axis(StrictModel):
 class ModelBlock(StrictModel):
     """One or several modules with one tensor as input, and what their parent computes up to the next block.
 
-    `name`, `kind`: of the modules. `forward`, `backward`: seconds. `recompute`: seconds of a forward pass
+    `name`, `kind`: of the modules. `forward`, `backward`: seconds; `forward_fixed`, `backward_fixed`: of
+    these, what parts of the batch take, too, however small. `recompute`: seconds of a forward pass
     without a graph: what recomputing the block adds to a step. `params`: bytes of its parameters by name.
     `gradients`, `optimizer` (state): bytes. `saved`: bytes kept for the backward pass, without parameters;
     what several blocks keep counts in the first, and as `saved_before` in the others. `output`, `shape`,
@@ -61,6 +62,8 @@ class ModelBlock(StrictModel):
     kind: str
     forward: Seconds
     backward: Seconds
+    forward_fixed: Seconds
+    backward_fixed: Seconds
     recompute: Seconds
     params: dict[str, Bytes]
     gradients: Bytes

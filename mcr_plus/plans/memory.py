@@ -12,6 +12,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.language import ALONG_DATA, PlanTask
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, work_share
 from mcr_plus.plans.sums import gradient_groups
+from mcr_plus.plans.tensors import End
 
 
 class MemoryUse(NamedTuple):
@@ -36,7 +37,7 @@ class MemoryUse(NamedTuple):
 
 def memory_of(proved: ProvedPlan, rank: int) -> MemoryUse:
     """Return the memory of a rank in a step, without the optimizer's own work space."""
-    return _RankMemory(proved, rank).use()
+    return RankMemory(proved, rank).use()
 
 
 def check_memory(proved: ProvedPlan, most: int) -> None:
@@ -48,8 +49,8 @@ def check_memory(proved: ProvedPlan, most: int) -> None:
             raise InvalidArgument(f"memory: rank {rank} needs {use}, {missing} more than {about(most)}")
 
 
-class _RankMemory:
-    """Sums of a rank's tensors while it runs its tasks."""
+class RankMemory:
+    """Bytes of a rank's tensors, of its blocks and tasks."""
 
     def __init__(self, proved: ProvedPlan, rank: int) -> None:
         self.proved, self.plan, self.rank = proved, proved.plan, rank
@@ -57,7 +58,7 @@ class _RankMemory:
 
     def use(self) -> MemoryUse:
         """Run through the tasks in order."""
-        fixed = self._fixed()
+        fixed = self.fixed(self.blocks)
         starts = {run.task: run.start for run in self.proved.runs if self.rank in run.ranks}
         kept: dict[PlanTask, int] = {}
         now = sum(fixed)
@@ -65,10 +66,10 @@ class _RankMemory:
         for item in self.proved.program(self.rank):
             if isinstance(item, PlanTransfer):
                 continue
-            most = now + self._transient(item)
+            most = now + self.transient(item)
             key = item._replace(kind="F")
             if item.kind == "F":
-                kept[key] = self._kept(item)
+                kept[key] = self.kept(item)
                 now += kept[key]
                 most += kept[key]
             elif item.kind == self.plan.kinds(item.block)[-1]:
@@ -85,26 +86,23 @@ class _RankMemory:
         at = int(np.argmax(sizes))
         return MemoryUse(*fixed, sizes[at], tasks[at], tuple(times), tuple(sizes))
 
-    def _fixed(self) -> tuple[int, int, int]:
+    def fixed(self, blocks: Sequence[int]) -> tuple[int, int, int]:
+        """Return the bytes of parameters, gradients and state of the optimizer of blocks."""
         plan = self.plan
         of_name = {name: size for block in plan.blocks for name, size in block.params.items()}
         parameters = gradients = state = 0.0
         seen: set[str] = set()
-        for index in self.blocks:
+        for index in blocks:
             block = plan.blocks[index]
             shared = sum(of_name[name] for name in block.names - seen - block.params.keys())
             seen |= block.names
             among = next(len(g) for g in gradient_groups(plan, index, cut=True) if self.rank in g)
-            own = self._share(index, "params")
-            parameters += (own + shared) / (among if plan.held[index] == "parameters" else 1)
+            own, held = self._share(index, "params"), plan.held[index]
+            parameters += (own + shared) / (among if held == "parameters" else 1)
             trained = block.gradients / block.parameters if block.parameters else 1.0
             gradients += own * trained + shared
-            state += (
-                block.optimizer
-                * own
-                / max(block.parameters, 1)
-                / (1 if plan.held[index] == "whole" else among)
-            )
+            whole = block.optimizer * own / max(block.parameters, 1)
+            state += whole / (1 if held == "whole" else among)
         return round(parameters), round(gradients), round(state)
 
     def _share(self, index: int, what: Literal["params", "saved"], *, one: bool = False) -> float:
@@ -126,11 +124,11 @@ class _RankMemory:
                 whole -= divided * (1 - share / cut.parts)
         return whole
 
-    def _kept(self, task: PlanTask, *, one: bool = False) -> int:
+    def kept(self, task: PlanTask, *, one: bool = False) -> int:
         """Return the bytes that a forward pass keeps for the backward pass."""
         plan, index = self.plan, task.block
         if plan.recomputed[index] and not one:
-            return self._bytes(index, task, "input") if index else 0
+            return self.end_bytes(index, task, "input") if index else 0
         block, share = plan.blocks[index], self.proved.tensors.share(index, task.micro, task.slice, self.rank)
         kept = self._share(index, "saved", one=one)
         for cut in plan.cuts[index]:  # what is cut outside is gathered inside
@@ -138,10 +136,10 @@ class _RankMemory:
             kept += inputs * (cut.parts - 1)
         kept *= share
         if self._leaves(task):
-            kept += self._bytes(index + 1, task, "output")
+            kept += self.end_bytes(index + 1, task, "output")
         return round(kept)
 
-    def _transient(self, task: PlanTask) -> int:
+    def transient(self, task: PlanTask) -> int:
         """Return the bytes that a pass needs on top, until it ends."""
         plan, index = self.plan, task.block
         block = plan.blocks[index]
@@ -150,7 +148,7 @@ class _RankMemory:
             turns = self._share(index, "saved", one=True) - self._share(index, "saved")
             need += turns * self.proved.tensors.share(index, task.micro, task.slice, self.rank)
             if plan.recomputed[index]:
-                need += self._kept(task, one=True)
+                need += self.kept(task, one=True)
         if plan.held[index] == "parameters":
             need += block.parameters
         return round(need)
@@ -161,15 +159,9 @@ class _RankMemory:
             return False
         return not is_local(self.proved.tensors.values(task.block + 1, task.micro, task.slice))
 
-    def _bytes(self, tensor: int, task: PlanTask, end: str) -> int:
-        layout = self.proved.tensors.end(
-            tensor - (end == "output"), "output" if end == "output" else "input", task.micro, task.slice
-        )
+    def end_bytes(self, tensor: int, task: PlanTask, end: End) -> int:
+        """Return the bytes of the rank's part of x[tensor], of the block after it or before it."""
+        layout = self.proved.tensors.end(tensor - (end == "output"), end, task.micro, task.slice)
         numbers = int(np.prod(layout.local_shape(self.rank) or (0,)))
         before = self.plan.blocks[tensor - 1]
         return numbers * before.output // max(int(np.prod(before.shape)), 1)
-
-
-def peaks(proved: ProvedPlan, ranks: Sequence[int]) -> list[int]:
-    """Return the most bytes of each of some ranks."""
-    return [memory_of(proved, rank).peak for rank in ranks]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ class ModelPart:
             if first not in modules:
                 raise InvalidArgument(f"model: no module {first!r}, which the profile has")
             self._starts.setdefault(modules[first], {})[int(count or 1)] = index
+        for name in (name for block in self._names for name in block.split(" + ")):
+            module = modules.get(name)
+            if module is not None and "forward" not in vars(module):
+                module.forward = partial(self._forward, module.forward, {})
         for module in self._starts:
             module.register_forward_pre_hook(self._at_module, prepend=True, with_kwargs=True)
 
@@ -100,6 +105,15 @@ class ModelPart:
             self._prefix.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._prefix = None
             torch.set_grad_enabled(self._grads)
+
+    def _forward(self, forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a module; before the blocks of a pass, only once for the shapes of its input."""
+        if self._prefix is None:
+            return forward(*args, **kwargs)
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs)))
+        if shapes not in known:
+            known[shapes] = forward(*args, **kwargs)
+        return known[shapes]
 
     def _at_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._range:

@@ -29,8 +29,9 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
 from mcr_plus.plans.measuring import AxisBytes, Boundary, MeasuredPass, state_bytes
-from mcr_plus.plans.whole import LossFunction, WholeModel, nbytes_of, tensors_in
+from mcr_plus.plans.whole import LossFunction, WholeModel, nbytes_of, rows_of, tensors_in
 
+_FEW: Final = 4  # part of the batch whose times are measured, too
 _CONSTANT, _BATCH, _PARAMETER, _COMPUTED = range(4)  # what a tensor depends on; the higher one counts
 
 
@@ -334,9 +335,14 @@ def profile(
         begins = [Boundary(segment.members[0].number, segment.members[0].cut) for segment in segments]
         first = MeasuredPass(whole, begins, _divided)
         passes = [MeasuredPass(whole, begins) for _ in range(count)]
+        outputs = [*(segment.input for segment in segments[1:]), flow.result]
+        axes = [_axes(*each) for each in zip(segments, outputs, first.by_axis, strict=True)]
+        items = segments[0].input.shape[0] if all("batch" in each for each in axes) else 0
+        few = max(items // _FEW, 1)
+        whole.take(rows_of(batch, items, 0, few))
+        small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
         states = state_bytes(optimizer, first.gradients) if optimizer is not None else {}
     blocks, taken = [], Counter[str]()
-    outputs = [*(segment.input for segment in segments[1:]), flow.result]
     for index, (segment, output) in enumerate(zip(segments, outputs, strict=True)):
         own = [param for param, used in users.items() if used[:1] == [index]]
         begin = segment.times[0]
@@ -348,6 +354,10 @@ def profile(
             kind=" + ".join(dict.fromkeys(type(call.module).__name__ for call in segment.members)),
             forward=median(each.forward[index] for each in passes),
             backward=median(each.backward[index] for each in passes),
+            forward_fixed=_fixed([each.forward[index] for each in passes],
+                                 [each.forward[index] for each in small], few / max(items, 1)),
+            backward_fixed=_fixed([each.backward[index] for each in passes],
+                                  [each.backward[index] for each in small], few / max(items, 1)),
             recompute=median(each.recompute[index] for each in passes),
             params={names[param]: nbytes_of(param) for param in own},
             optimizer=sum(states.get(param, 0) for param in own),
@@ -355,7 +365,7 @@ def profile(
             saved=first.saved[index], saved_before=first.saved_before[index],
             transient=first.transient[index], through=first.through[index],
             output=output.nbytes, shape=output.shape, dtype=dtype_name(output.dtype),
-            axes=_axes(segment, output, first.by_axis[index]),
+            axes=axes[index],
             shared=tuple(names[param] for param, used in users.items() if len(used) > 1 and index in used),
             reads_batch=index > 0 and any(time in segment.times for v in data for time, _ in v.uses),
             random=any(time in segment.times for time in flow.random),
@@ -368,6 +378,14 @@ def profile(
         state_of=None if optimizer is None else type(optimizer).__name__,
         unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
     )  # fmt: skip
+
+
+def _fixed(whole: Sequence[float], small: Sequence[float], share: float) -> float:
+    """Return the part of a time that does not depend on the size, from those of a share of the batch."""
+    if not small:
+        return 0.0
+    fixed = (median(small) - share * median(whole)) / (1 - share)
+    return min(max(fixed, 0.0), median(whole))
 
 
 def _users(flow: _Flow, segments: Sequence[_Segment], names: Mapping[Any, str]) -> dict[Any, list[int]]:

@@ -383,13 +383,10 @@ def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = T
 
 def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
     """Return the seconds of a rank's parts of a task, in proportion to their sizes."""
-    block = plan.blocks[task.block]
+    block, share = plan.blocks[task.block], work_share(plan, tensors, task, rank)
+    forward = block.forward_fixed + (block.forward - block.forward_fixed) * share
     if task.kind == "F":
-        whole = block.forward
-    elif plan.split[task.block]:
-        whole = block.backward / 2
-    else:
-        whole = block.backward
-    if task.kind == "B" and plan.recomputed[task.block]:
-        whole += block.recompute
-    return whole * work_share(plan, tensors, task, rank)
+        return forward
+    backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
+    again = forward if task.kind == "B" and plan.recomputed[task.block] else 0.0
+    return again + (backward / 2 if plan.split[task.block] else backward)

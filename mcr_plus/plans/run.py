@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.job.init import get_rank, get_world_size, world
@@ -29,7 +28,7 @@ from mcr_plus.plans.sums import (
     make_buckets,
     shared_groups,
 )  # fmt: skip
-from mcr_plus.plans.whole import tensors_in
+from mcr_plus.plans.whole import rows_of, tensors_in
 
 Key = tuple[int, int, int, bool]
 """Tensor, micro-batch, slice, and whether it is the gradient."""
@@ -330,13 +329,7 @@ class ParallelModel:
         items, shape = self.plan.profile.input[0], self._tensors.whole_shape(graph.blocks.start)
         low, high = self._tensors.rows(graph.blocks.start, graph.micro, graph.slice, self.rank)
         unit = shape[0] // items
-        low, high = low // unit, high // unit
-        return tree_map(
-            lambda each: (
-                each[low:high] if isinstance(each, Tensor) and each.ndim and len(each) == items else each
-            ),
-            self._batch,
-        )
+        return rows_of(self._batch, items, low // unit, high // unit)
 
     def _run(self, graph: BlockGraph) -> Tensor:
         return self.part.run(graph.blocks, graph.x, self._rows(graph))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mcr_plus.errors import Unsupported
 
@@ -88,6 +88,16 @@ class WholeModel(nn.Module):
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def rows_of(batch: Any, items: int, low: int, high: int) -> Any:
+    """Return items `low` to `high` of a batch of `items`: rows of the tensors that have as many."""
+
+    def cut(value: Any) -> Any:
+        fits = isinstance(value, Tensor) and value.ndim and len(value) == items
+        return value[low:high] if fits else value
+
+    return tree_map(cut, batch)
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -11,14 +11,19 @@ import numpy as np
 
 from mcr_plus.bucketing.network import simulate
 from mcr_plus.bucketing.programs import BucketPlan
-from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, Use
+from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, Use, from_table
 from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEvent, Role, WaitEvent
+from mcr_plus.bucketing.topology import Topology
+from mcr_plus.config.names import backend_name
+from mcr_plus.config.schema import Config
 from mcr_plus.layout.native import native
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of
 from mcr_plus.plans.sums import BUCKET, complete, gradient_groups
+from mcr_plus.tables import FOLDER as BUILTIN
 from mcr_plus.tables.scaling import Placement
+from mcr_plus.tables.table import load_table
 
 OVERHEAD: Final = 50e-6
 """Seconds of a rank to issue an operation of a plan."""
@@ -32,6 +37,22 @@ class BestCosts(ClusterCosts):
         names = self.libraries() or [library]
         uses = [super(BestCosts, self).use(kind, nbytes, to, name, codec) for name in names]
         return min(uses, key=lambda use: use.cost.seconds)
+
+
+def cluster_costs(topology: Topology, pipeline: Config | None = None) -> ClusterCosts:
+    """Return the costs on a cluster by the tables of a configuration; without any, by those built in.
+
+    Links of `topology` with a rate are assumed to be those where the tables were measured.
+    """
+    paths = [ref.resolve() for ref in pipeline.tables] if pipeline is not None else []
+    allowed = pipeline.backends if pipeline is not None else None
+    measured = [
+        each
+        for path in paths or sorted(BUILTIN.glob("*.yaml"))
+        for each in from_table(load_table(path))
+        if allowed is None or backend_name(each.library) in allowed
+    ]
+    return ClusterCosts(measured, topology, guessed=bool(topology.medium.rates))
 
 
 class PlannedSum(NamedTuple):

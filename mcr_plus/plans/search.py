@@ -280,7 +280,7 @@ class _Tables:
             [np.array(each) for each in columns[:2]],
             [np.array(each, np.int64) for each in columns[2:]],
         )
-        kept, input_, parameters, gradients, state, transients, transients_again, outputs = ints
+        kepts, inputs, parameters, gradients, state, transients, transients_again, outputs = ints
         parts = parameters, gradients, state
         return (*floats, kepts, inputs, parts, transients, transients_again, outputs, within)
 

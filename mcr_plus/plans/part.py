@@ -21,8 +21,8 @@ from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.profile import WholeModel, tensors_in
 
 
-class _Left(Exception):
-    """The pass has reached the end of its blocks, with this tensor."""
+class _Left(BaseException):
+    """The pass has reached the end of its blocks, with this tensor; the model's handlers let it through."""
 
 
 class _OnMeta(TorchFunctionMode):

@@ -22,8 +22,8 @@ from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.whole import WholeModel, tensors_in
 
 
-class _Left(Exception):
-    """The pass has reached the end of its blocks, with this tensor."""
+class _Left(BaseException):
+    """The pass has reached the end of its blocks, with this tensor; the model's handlers let it through."""
 
 
 class _OnMeta(TorchFunctionMode):

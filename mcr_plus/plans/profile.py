@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import gcd
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -195,7 +196,9 @@ _LONG: Final = ("batch", "sequence", "space")
 _TOKENS: Final = {"batch": "split", "sequence": "split"}
 _SPACE: Final = {"batch": "split", "space": "halo"}
 _LOSSES: Final = ("LossFunction", "CrossEntropyLoss", "MSELoss", "L1Loss", "BCEWithLogitsLoss")
-_POINTS: Final = {"ReLU", "LeakyReLU", "GELU", "SiLU", "Dropout"}
+_POINTS: Final = {
+    "ReLU", "LeakyReLU", "ELU", "GELU", "SiLU", "Tanh", "Sigmoid", "Softplus", "Identity", "Dropout",
+}  # fmt: skip
 _LEAVES: Final[dict[str, _Cuts]] = {
     "Linear": {**_TOKENS, "hidden": ("out_features", "columns")},
     "Embedding": {**_TOKENS, "hidden": ("embedding_dim", "columns"), "rows": ("num_embeddings", "sum")},
@@ -210,13 +213,20 @@ _LEAVES: Final[dict[str, _Cuts]] = {
 """Cuts of classes, and the attributes with the numbers of parts."""
 
 
+HEADS: Final = (
+    "heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "kv_heads", "num_kv_heads",
+    "n_kv_heads", "num_key_value_heads",
+)  # fmt: skip
+"""Attributes of attention with numbers of heads, which are divided together."""
+
+
 def inner_axes(module: nn.Module) -> _Cuts:
     """Return how the parameters of attention, experts and MLPs may be cut."""
     kids = dict(module.named_children())
     linears = [kid for kid in kids.values() if isinstance(kid, nn.Linear)]
-    for name in ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads"):
-        if linears and type(count := getattr(module, name, None)) is int:
-            return {"heads": (count, "sum")}
+    counts = [count for name in HEADS if type(count := getattr(module, name, None)) is int]
+    if linears and counts:
+        return {"heads": (gcd(*counts), "sum")}  # heads that share keys and values stay together
     gate = kids.get("gate", kids.get("router"))
     if isinstance(gate, nn.Linear) and any(isinstance(kid, nn.ModuleList) for kid in kids.values()):
         return {"experts": (gate.out_features, "exchange")}

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from mcr_plus.errors import Unsupported
+from mcr_plus.plans.part import on_meta, run_whole_before
 from mcr_plus.plans.profile import inner_axes
 from mcr_plus.plans.tensors import part_of
 
@@ -161,8 +162,8 @@ class CutModule(nn.Module):
 
 
 def _moved(move: Move, x: Tensor) -> Tensor:
-    """Return `x` moved, but for indices, and before the blocks of a pass (see `part`)."""
-    return move(x) if x.is_floating_point() and not x.is_meta else x
+    """Return `x` moved, but for indices."""
+    return move(x) if x.is_floating_point() else x
 
 
 def cut_module(
@@ -186,7 +187,9 @@ def cut_module(
                 axis = axes[0]
             if axis is not None:
                 parts = [part_of((0, count[axis]), cuts, number) for number in own]
+                whole = on_meta(module)
                 found[path] = CutModule(module, axis, count[axis], parts, enter, leave)
+                run_whole_before(found[path], whole)
                 parent, _, key = path.rpartition(".")
                 setattr(model.get_submodule(parent), key, found[path])
     if not found:

@@ -94,6 +94,38 @@ def sequence_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> M
     return plan
 
 
+def spatial(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut volumes into slabs where blocks have them, and the batch elsewhere (Dryden et al. 2019,
+    arXiv 1903.06681).
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="spatial")
+    for index, block in enumerate(plan.blocks):
+        slabs = min(block.axes["space"].parts[0], block.shape[2]) if "space" in block.axes else 0
+        _cut_or_replicate(plan, index, "space" if slabs >= ranks else "batch", ranks)
+        plan.assign(index, np.arange(ranks))
+    return plan
+
+
+def _cut_or_replicate(plan: ModelPlan, index: int, axis: str, parts: int) -> None:
+    axes = plan.blocks[index].axes
+    micro_batches = plan.micro_batches if axis == "batch" else 1
+    if axis in axes and axes[axis].parts[0] // micro_batches >= parts:
+        plan.cut(index, axis, parts)
+    else:
+        plan.replicate(index, parts)
+
+
+def splitbrain(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut the batch for convolutions, and columns of dense layers (Lai et al. 2021, arXiv 2112.15317)."""
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="splitbrain")
+    for index, block in enumerate(plan.blocks):
+        hidden = block.axes.get("hidden")
+        wide = "Linear" in block.kind and hidden is not None and hidden.parts[0] >= ranks
+        _cut_or_replicate(plan, index, "hidden" if wide else "batch", ranks)
+        plan.assign(index, np.arange(ranks))
+    return plan
+
+
 def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 1) -> ModelPlan:
     """Cut heads and hidden units on each rank, which runs the parts in turn and again for the backward pass.
 
@@ -218,7 +250,8 @@ def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int
 NAMED: Final[dict[str, Callable[..., ModelPlan]]] = {
     each.__name__: each
     for each in (
-        data_parallel, zero1, zero3, tensor_parallel, sequence_parallel, co_shard,
+        data_parallel, zero1, zero3, tensor_parallel, sequence_parallel, co_shard, spatial,
+        splitbrain,
         gpipe, one_f_one_b, eager_1f1b, zero_bubble, interleaved,
     )
 }  # fmt: skip

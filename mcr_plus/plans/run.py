@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, cast
 
 import numpy as np
@@ -18,10 +18,11 @@ from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
-from mcr_plus.plans.moves import moves, open_groups
+from mcr_plus.plans.moves import moves, open_groups, peers
 from mcr_plus.plans.part import ModelPart, drop_parameters
 from mcr_plus.plans.profile import tensors_in
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
+from mcr_plus.plans.space import cut_space
 from mcr_plus.plans.sums import (
     GradientBucket,
     OwnParameter,
@@ -135,7 +136,7 @@ class ParallelModel:
             one = plan.blocks[block]
             for cut in cuts:
                 how = plan.how(block, cut)
-                if how in ("gather", "halo", "exchange"):
+                if how in ("gather", "exchange"):
                     raise Unsupported(f"{one.name}: cut along {cut.axes[0]} ({how}); not executed yet")
             if one.random:
                 raise Unsupported(f"{one.name}: it draws random numbers, others than in one process")
@@ -161,6 +162,9 @@ class ParallelModel:
         at = np.argwhere(plan.places[block] == self.rank)
         for axis, cut in enumerate(plan.cuts[block]):
             how = plan.how(block, cut)
+            if how == "halo":
+                ranks = peers(plan, block, axis, self.rank)
+                cut_space(self.module, names, self.proved, block, ranks, self._comms)
             if not cut.axes or how in ALONG_DATA:
                 continue
             own = sorted(set(at[:, 2 + axis].tolist()))
@@ -327,16 +331,20 @@ class ParallelModel:
         return loss
 
     def _rows(self, graph: BlockGraph) -> Any:
-        items, shape = self.plan.profile.input[0], self._tensors.whole_shape(graph.blocks.start)
-        low, high = self._tensors.rows(graph.blocks.start, graph.micro, graph.slice, self.rank)
-        unit = shape[0] // items
-        low, high = low // unit, high // unit
-        return tree_map(
-            lambda each: (
-                each[low:high] if isinstance(each, Tensor) and each.ndim and len(each) == items else each
-            ),
-            self._batch,
-        )
+        """Return the rows of the batch that a graph reads; of the model's input also the box within them."""
+        first, given = graph.blocks.start, self.plan.profile.input
+        unit = self._tensors.whole_shape(first)[0] // given[0]
+        low, high = self._tensors.rows(first, graph.micro, graph.slice, self.rank)
+        rows = slice(low // unit, high // unit)
+        box = self._tensors.box(first, "input", graph.micro, graph.slice, self.rank)[1:]
+
+        def part(each: Any) -> Any:
+            if not isinstance(each, Tensor) or not each.ndim or len(each) != given[0]:
+                return each
+            whole = not first and tuple(each.shape) == given
+            return each[(rows, *starmap(slice, box))] if whole else each[rows]
+
+        return tree_map(part, self._batch)
 
     def _run(self, graph: BlockGraph) -> Tensor:
         return self.part.run(graph.blocks, graph.x, self._rows(graph))

@@ -22,6 +22,7 @@ from mcr_plus.plans.moves import moves, open_groups, peers
 from mcr_plus.plans.part import ModelPart, drop_parameters
 from mcr_plus.plans.profile import tensors_in
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
+from mcr_plus.plans.slices import PastSlices, SlicePass
 from mcr_plus.plans.space import cut_space
 from mcr_plus.plans.sums import (
     GradientBucket,
@@ -44,6 +45,7 @@ class BlockGraph:
         self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.dy: Tensor | None = None
+        self.past = SlicePass(micro, slice_)
         self.groups: list[dict[str, Any]] = []
 
 
@@ -104,6 +106,7 @@ class ParallelModel:
         self.proved, self.module, self.rank = proved, model, get_rank()
         self.plan, self._tensors = proved.plan, proved.tensors
         self._check()
+        self._past = PastSlices(model, self.plan)
         self._blocks = [block for block, places in enumerate(self.plan.places) if self.rank in places]
         names = {name for block in self._blocks for name in self.plan.blocks[block].names}
         old = dict(model.named_parameters())
@@ -136,12 +139,13 @@ class ParallelModel:
             one = plan.blocks[block]
             for cut in cuts:
                 how = plan.how(block, cut)
-                if how in ("gather", "exchange"):
+                if how == "gather":
                     raise Unsupported(f"{one.name}: cut along {cut.axes[0]} ({how}); not executed yet")
+                alone = [axis for axis in cut.axes if one.axes[axis].how == "exchange" and not cut.outside]
+                if alone:
+                    raise Unsupported(f"{one.name}: cut along {alone[0]}; expected it with data `outside`")
             if one.random:
                 raise Unsupported(f"{one.name}: it draws random numbers, others than in one process")
-        if plan.slices > 1:
-            raise Unsupported("slices: not executed yet")
 
     def _now(self, name: str) -> nn.Parameter:
         """Return the parameter that has taken the place of a parameter of the model."""
@@ -170,7 +174,8 @@ class ParallelModel:
             own = sorted(set(at[:, 2 + axis].tolist()))
             enter, leave = moves(self.proved, block, axis, self.rank, self._comms)
             count = {name: one.axes[name].parts[0] for name in cut.axes}
-            self.cut |= cut_module(self.module, names, cut.axes, count, cut.parts, own, enter, leave)
+            group = self._comms.get(peers(plan, block, axis, self.rank))
+            self.cut |= cut_module(self.module, names, cut.axes, count, cut.parts, own, enter, leave, group)
 
     def _own(
         self, old: dict[str, nn.Parameter], new: dict[str, nn.Parameter], groups: dict[int, int]
@@ -181,7 +186,7 @@ class ParallelModel:
             for name in one.names:
                 users[name].append(block)
         for name, param in new.items():
-            if not param.requires_grad or id(old[name]) not in groups:
+            if not param.requires_grad or param.is_meta or id(old[name]) not in groups:
                 continue
             blocks, is_cut = users[name], hasattr(param, "mcr_cut")
             if len(blocks) > 1:
@@ -344,9 +349,14 @@ class ParallelModel:
             whole = not first and tuple(each.shape) == given
             return each[(rows, *starmap(slice, box))] if whole else each[rows]
 
-        return tree_map(part, self._batch)
+        batch = self._batch
+        if ends := self.plan.slice_ends:
+            begin, end = (0, *ends)[graph.slice : graph.slice + 2]
+            batch = self.module.mcr_slice(batch, begin, end)
+        return tree_map(part, batch)
 
     def _run(self, graph: BlockGraph) -> Tensor:
+        self._past.now, graph.past.roots = graph.past, []
         return self.part.run(graph.blocks, graph.x, self._rows(graph))
 
     def _forward(self, graph: BlockGraph) -> None:
@@ -386,7 +396,9 @@ class ParallelModel:
         if self.plan.split[last]:
             self._input_alone(graph)
         else:
-            torch.autograd.backward(graph.y, graph.dy)
+            roots, gradients = graph.past.gradients()
+            torch.autograd.backward([graph.y, *roots], [graph.dy, *gradients])
+            graph.past.end()
         if graph.x is not None:
             assert graph.x.grad is not None
             self._made[graph.blocks[0], graph.micro, graph.slice, True] = graph.x.grad
@@ -420,7 +432,9 @@ class ParallelModel:
         names = dict.fromkeys(
             name for block in graph.blocks for name in sorted(self.plan.blocks[block].names)
         )
-        return iter([param for name in names if (param := self._now(name)).requires_grad])
+        return iter(
+            [param for name in names if (param := self._now(name)).requires_grad and not param.is_meta]
+        )
 
     def _gathered(self, graph: BlockGraph) -> list[GradientBucket]:
         buckets = [bucket for block in graph.blocks for bucket in self._of_block[block]]

@@ -110,11 +110,19 @@ class Attention(nn.Module):
         self.out = linears.rows(hidden, hidden, random, std)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.forward_slice(x, [])[0]
+
+    def forward_slice(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Any]:
+        """The output for a slice of a sequence, and its keys and values; `past` has those of earlier ones."""
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mask, keys, values = None, k, v
+        if past:
+            keys, values = (torch.cat(each, dim=2) for each in zip(*past, (k, v), strict=True))
+            mask = x.new_ones(length, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - length)
+        mixed = functional.scaled_dot_product_attention(q, keys, values, mask, is_causal=not past)
         output: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
-        return output
+        return output, (k, v)
 
 
 class Block(nn.Module):
@@ -175,19 +183,26 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(shape.hidden)
 
-    def forward(self, windows: Tensor) -> Losses:
-        """Windows [batch, length + 1] of bytes: each but the last is read, each but the first foretold."""
+    def forward(self, windows: Tensor, begin: int = 0) -> Losses:
+        """Windows [batch, length + 1] of bytes: each but the last is read, each but the first foretold.
+
+        `begin`: position of the first byte.
+        """
         read, next_ = windows[:, :-1], windows[:, 1:]
-        logits, penalty, dropped = self._read(read)
+        logits, penalty, dropped = self._read(read, begin)
         text = functional.cross_entropy(logits.flatten(0, 1), next_.flatten())
         return Losses(text, penalty, dropped)
+
+    def mcr_slice(self, windows: Tensor, begin: int, end: int) -> dict[str, Any]:
+        """The batch of positions from `begin` to `end`, for plans with slices."""
+        return {"windows": windows[:, begin : end + 1], "begin": begin}
 
     def predict(self, read: Tensor) -> Tensor:
         """The logits [batch, length, VOCABULARY] of the byte after each of `read` [batch, length]."""
         return self._read(read)[0]
 
-    def _read(self, read: Tensor) -> tuple[Tensor, Tensor | float, tuple[float, ...]]:
-        x = self.bytes(read) + self.positions.weight[: read.shape[1]]
+    def _read(self, read: Tensor, begin: int = 0) -> tuple[Tensor, Tensor | float, tuple[float, ...]]:
+        x = self.bytes(read) + self.positions.weight[begin : begin + read.shape[1]]
         penalty: Tensor | float = 0.0
         dropped: list[float] = []
         for block in self.blocks:

@@ -147,6 +147,11 @@ def halo_exchange(
         check_ranks(comm, layout, "halo_exchange")
     except Unsupported as error:
         refuse(comm, error)
+    return with_halo(x, found, comm, tag)
+
+
+def with_halo(x: torch.Tensor, found: Halo, comm: Communicator, tag: str | None) -> torch.Tensor:
+    """Return `x` with the halo of an exchange."""
     return applied(_HaloExchange, x, found, Route(comm, {"tag": tag}))
 
 

@@ -62,7 +62,7 @@ def _nothing(x: torch.Tensor, more: torch.Tensor, *shape: int) -> torch.Tensor:
     return (x.sum() + more).expand(shape)
 
 
-def _read(
+def read_strip(
     x: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the input of a strip, and the padding on both sides that the convolution must still add.
@@ -87,7 +87,7 @@ def _read(
 def _returned(
     grad: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> torch.Tensor:
-    """Return the gradient of `_read`'s input from the gradient of its output."""
+    """Return the gradient of `read_strip`'s input from the gradient of its output."""
     pads: list[int] = []  # negative pads cut padding off
     for dim, ((low, high), (first, last), number) in enumerate(zip(base, reads, size, strict=True)):
         at = _FRONT + dim
@@ -106,7 +106,7 @@ def _wraps(base: Range, reads: Range, size: int, circular: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class _Convolution:
+class SlabConvolution:
     """Convolution of tensors with fixed N and C, on this rank."""
 
     window: Window
@@ -139,7 +139,7 @@ class _Convolution:
         )
 
     def read(self, x: torch.Tensor, base: Sequence[Range], strip: Strip) -> tuple[torch.Tensor, list[int]]:
-        return _read(x, base, strip.reads, self.size, self.window.circular)
+        return read_strip(x, base, strip.reads, self.size, self.window.circular)
 
     def run(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -199,7 +199,7 @@ class _Convolution:
 class _Convolve(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: _Convolution
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: SlabConvolution
     ) -> torch.Tensor:
         output, needed = how.run(x, weight, bias)
         ctx.save_for_backward(needed, weight)
@@ -215,6 +215,27 @@ class _Convolve(Function):
         wanted = ctx.needs_input_grad[:3]
         found = ctx.how.gradients(grads[0], needed, weight, wanted)
         return *(each if needs else None for each, needs in zip(found, wanted, strict=True)), None
+
+
+def window_of(conv: nn.Conv2d | nn.Conv3d) -> Window:
+    """Return the window of a convolution. Raises `Unsupported` for some kinds of padding."""
+    if conv.padding_mode not in ("zeros", "circular"):
+        raise Unsupported(f"padding_mode: expected 'zeros' or 'circular', got '{conv.padding_mode}'")
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+    if conv.padding == "same":
+        left = tuple(each // 2 for each in reach)
+        right = tuple(each - before for each, before in zip(reach, left, strict=True))
+    else:
+        left = right = (0,) * len(reach) if conv.padding == "valid" else tuple(map(int, conv.padding))
+    if any(pad > each for pad, each in zip(left, reach, strict=True)):
+        raise Unsupported(
+            f"padding {list(left)}: more than dilation * (kernel - 1) = {reach}, so that some outputs "
+            "would read nothing but padding"
+        )
+    return Window(
+        tuple(conv.kernel_size), tuple(conv.stride), tuple(conv.dilation), left, right,
+        conv.padding_mode == "circular",
+    )  # fmt: skip
 
 
 class _Layer(nn.Module):
@@ -272,27 +293,11 @@ class _Conv(_Layer):
         super().__init__(*args, **kwargs)  # of torch's layer
         conv = cast("nn.Conv3d", self)
         _check(layout, len(conv.kernel_size), type(self).__name__)
-        if conv.padding_mode not in ("zeros", "circular"):
-            raise Unsupported(f"padding_mode: expected 'zeros' or 'circular', got '{conv.padding_mode}'")
         self.layout, self.group, self.tag, self.overlap = layout, group, tag, overlap
-        reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        if conv.padding == "same":
-            left = tuple(each // 2 for each in reach)
-            right = tuple(each - before for each, before in zip(reach, left, strict=True))
-        else:
-            left = right = (0,) * len(reach) if conv.padding == "valid" else tuple(map(int, conv.padding))
-        if any(pad > each for pad, each in zip(left, reach, strict=True)):
-            raise Unsupported(
-                f"padding {list(left)}: more than dilation * (kernel - 1) = {reach}, so that some outputs "
-                "would read nothing but padding"
-            )
-        self._window = Window(
-            tuple(conv.kernel_size), tuple(conv.stride), tuple(conv.dilation), left, right,
-            conv.padding_mode == "circular",
-        )  # fmt: skip
+        self._window = window_of(conv)
         self.out_layout = self._window.output(layout)
         self._target = self._window.target(layout, self.out_layout)
-        self._known: dict[Any, _Convolution] = {}
+        self._known: dict[Any, SlabConvolution] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Convolve `input` [N, in_channels, *local shape in `layout`]; returns [N, out_channels, *that in
@@ -311,9 +316,9 @@ class _Conv(_Layer):
         with torch.autocast(device, enabled=False):
             return how(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
-    def _how(self, front: tuple[int, ...], comm: Communicator) -> _Convolution:
+    def _how(self, front: tuple[int, ...], comm: Communicator) -> SlabConvolution:
         rank = comm.ranks[comm.rank]
-        return _Convolution(
+        return SlabConvolution(
             self._window,
             cast("nn.Conv3d", self).groups,
             self.layout.shape,

@@ -15,7 +15,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import Unsupported
+from mcr_plus.plans.part import on_meta, run_whole_before
 from mcr_plus.plans.profile import HEADS, inner_axes
 from mcr_plus.plans.tensors import part_of
 
@@ -157,15 +159,18 @@ class CutModule(nn.Module):
 
 
 def _moved(move: Move, x: Tensor) -> Tensor:
-    """Return `x` moved, but for indices, and before the blocks of a pass (see `part`)."""
-    return move(x) if x.is_floating_point() and not x.is_meta else x
+    """Return `x` moved, but for indices."""
+    return move(x) if x.is_floating_point() else x
 
 
 def cut_module(
     model: nn.Module, names: Sequence[str], axes: Sequence[str], count: dict[str, int], cuts: int,
-    own: Sequence[int], enter: Move, leave: Move,
+    own: Sequence[int], enter: Move, leave: Move, group: Communicator | None,
 ) -> dict[str, CutModule]:  # fmt: skip
     """Cut the modules of a block along `axes` into `cuts` parts, keep the parts `own`; return them by name.
+
+    `group`: the ranks of the parts, in order; None if it is this rank alone. Modules with `mcr_cut` cut
+    themselves, and are not returned.
 
     Raises:
         Unsupported: no module of the block can be cut so, or the parts are not consecutive.
@@ -173,18 +178,50 @@ def cut_module(
     if list(own) != list(range(own[0], own[-1] + 1)):
         raise Unsupported(f"{names[0]}: parts {list(own)} on one rank; expected consecutive ones")
     found: dict[str, CutModule] = {}
+    dealt: list[str] = []
     for name in names:
         for path, module in list(model.get_submodule(name).named_modules(prefix=name)):
-            if any(path.startswith(f"{done}.") for done in found):
+            if any(path.startswith(f"{done}.") for done in (*found, *dealt)):
                 continue
-            axis = next((axis for axis in axes if axis in inner_axes(module)), None)
-            if axis is None and path == name and isinstance(module, nn.Linear | nn.Embedding):
+            known: dict[str, Any] = {**getattr(module, "mcr_axes", {}), **inner_axes(module)}
+            axis = next((axis for axis in axes if axis in known), None)
+            if axis is not None and hasattr(module, "mcr_cut"):
+                dealt.append(path)
+                parts = [part_of((0, count[axis]), cuts, number) for number in own]
+                if group is not None:
+                    _deal(module, axis, count[axis], range(parts[0][0], parts[-1][1]), group)
+                continue
+            if axis is not None and known[axis][1] == "exchange":
+                kind = type(module).__name__
+                raise Unsupported(f"{path}: {kind} has no method mcr_cut, which would deal its {axis}")
+            if (
+                axis is None
+                and path == name
+                and len(names) == 1
+                and isinstance(module, nn.Linear | nn.Embedding)
+            ):
                 axis = axes[0]
             if axis is not None:
                 parts = [part_of((0, count[axis]), cuts, number) for number in own]
+                whole = on_meta(module)
                 found[path] = CutModule(module, axis, count[axis], parts, enter, leave)
+                run_whole_before(found[path], whole)
                 parent, _, key = path.rpartition(".")
                 setattr(model.get_submodule(parent), key, found[path])
-    if not found:
+    if not found and not dealt:
         raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
     return found
+
+
+def _deal(module: Any, axis: str, count: int, parts: range, group: Communicator) -> None:
+    """Let a module keep its parts, and mark their parameters."""
+    whole = on_meta(module)
+    shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
+    names = list(module.mcr_cut(axis, parts, group))
+    for name in names:
+        param = module.get_parameter(name)
+        sizes = zip(shapes[name], param.shape, strict=True)
+        dim = next((dim for dim, (size, own) in enumerate(sizes) if size != own), None)
+        how = None if dim is None else ParameterCut(dim)
+        param.mcr_cut = (shapes[name], how, (parts.start, parts.stop), count)
+    run_whole_before(module, whole)

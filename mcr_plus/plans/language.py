@@ -89,7 +89,8 @@ class ModelPlan:
     """Tasks of a profile's blocks on ranks; see the module for the language, `named` for plans.
 
     Attributes:
-        profile, ranks, micro_batches, slices: as given.
+        profile, ranks, micro_batches: as given. slices: number of slices, in place of their lengths.
+        slice_ends: positions at which slices end, if there are several.
         name: for messages.
         cuts: of each block; a later cut divides the parts of an earlier one.
         recomputed, split: whether each block's backward pass runs its forward pass again, and whether it is
@@ -105,11 +106,14 @@ class ModelPlan:
     """
 
     def __init__(
-        self, profile: Profile, ranks: int, *, micro_batches: int = 1, slices: int = 1, name: str = "plan"
-    ) -> None:
+        self, profile: Profile, ranks: int, *, micro_batches: int = 1, slices: int | Sequence[int] = 1,
+        name: str = "plan",
+    ) -> None:  # fmt: skip
         self.profile, self.name = profile, name
         self.ranks = _count(ranks, "ranks")
-        self.micro_batches, self.slices = _count(micro_batches, "micro_batches"), _count(slices, "slices")
+        given = list(slices) if isinstance(slices, Sequence) else None
+        self.micro_batches = _count(micro_batches, "micro_batches")
+        self.slices = _count(slices if given is None else len(given), "slices")
         for axis, parts, what in (
             ("batch", self.micro_batches, "micro_batches"), ("sequence", self.slices, "slices")
         ):  # fmt: skip
@@ -117,6 +121,7 @@ class ModelPlan:
                 if parts > 1 and (axis not in block.axes or parts > block.axes[axis].parts[0]):
                     has = block.axes[axis].parts[0] if axis in block.axes else "no such axis"
                     raise InvalidArgument(f"{what}: {parts}; {block.name} has {axis}: {has}")
+        self.slice_ends = self._slice_ends(given)
         count = len(profile.blocks)
         self.cuts: list[tuple[BlockCut, ...]] = [()] * count
         self.recomputed, self.split = [False] * count, [False] * count
@@ -124,6 +129,16 @@ class ModelPlan:
         self.places = [np.full((self.micro_batches, self.slices), -1) for _ in range(count)]
         self.orders: dict[int, list[PlanTask]] = {}
         self.befores: list[tuple[PlanTask, PlanTask]] = []
+
+    def _slice_ends(self, given: list[int] | None) -> list[int]:
+        if self.slices == 1:
+            return []
+        length = self.profile.blocks[0].axes["sequence"].parts[0]
+        if given is None:
+            return [length * (number + 1) // self.slices for number in range(self.slices)]
+        if min(_count(each, "slices") for each in given) and sum(given) != length:
+            raise InvalidArgument(f"slices: {short(given)}; expected lengths that add up to {length}")
+        return np.cumsum(given).tolist()
 
     # -- transform ------------------------------------------------------------------------------------------
 

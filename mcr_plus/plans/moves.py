@@ -26,7 +26,7 @@ Comms = Mapping[tuple[int, ...], Communicator]
 def moves(proved: ProvedPlan, block: int, axis: int, rank: int, comms: Comms) -> tuple[Move, Move]:
     """Return the communication of the input of a rank's parts, and of the sum of their outputs."""
     plan, cut = proved.plan, proved.plan.cuts[block][axis]
-    ranks = _peers(plan, block, axis, rank)
+    ranks = peers(plan, block, axis, rank)
     if plan.how(block, cut) == "columns" or len(ranks) == 1:
         return _same, _same
     comm, tag = comms[ranks], "plan.sums"
@@ -55,7 +55,7 @@ def open_groups(proved: ProvedPlan) -> dict[tuple[int, ...], Communicator]:
         for axis, cut_ in enumerate(cuts):
             if plan.how(block, cut_) in EXCHANGES:
                 needed.update(
-                    _peers(plan, block, axis, rank) for rank in np.unique(plan.places[block]).tolist()
+                    peers(plan, block, axis, rank) for rank in np.unique(plan.places[block]).tolist()
                 )
         for name in plan.blocks[block].shared:
             shared[name].append(block)
@@ -91,7 +91,7 @@ class _AlongDim:
         return self._redistribute(x, *self._known[shape])
 
 
-def _peers(plan: ModelPlan, block: int, axis: int, rank: int) -> tuple[int, ...]:
+def peers(plan: ModelPlan, block: int, axis: int, rank: int) -> tuple[int, ...]:
     """Return the ranks of all parts along a cut, in order; the same for all micro-batches."""
     rows = np.moveaxis(plan.places[block], 2 + axis, -1).reshape(-1, plan.cuts[block][axis].parts)
     found = {tuple(dict.fromkeys(row)) for row in rows.tolist() if rank in row}

@@ -28,8 +28,8 @@ def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None 
     for index in plan.indices(blocks) if parts > 1 else []:
         axes = {} if plan.blocks[index].shared else plan.blocks[index].axes
         if inner := [axis for axis in _INNER if axis in axes and axes[axis].how in ("sum", "exchange")]:
-            fits = outside is None or outside in axes
-            plan.cut(index, inner, parts, outside if fits else None)
+            needed = "batch" if any(axes[axis].how == "exchange" for axis in inner) else None
+            plan.cut(index, inner, parts, outside if outside in axes else needed)
         elif index and outside in axes and not plan.blocks[index].reads_batch:
             plan.cut(index, outside, parts)
         else:
@@ -92,6 +92,61 @@ def sequence_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> M
         name="sequence_parallel",
     )  # fmt: skip
     return plan
+
+
+def spatial(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut volumes into slabs where blocks have them, and the batch elsewhere (Dryden et al. 2019,
+    arXiv 1903.06681).
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="spatial")
+    for index, block in enumerate(plan.blocks):
+        slabs = min(block.axes["space"].parts[0], block.shape[2]) if "space" in block.axes else 0
+        _cut_or_replicate(plan, index, "space" if slabs >= ranks else "batch", ranks)
+        plan.assign(index, np.arange(ranks))
+    return plan
+
+
+def _cut_or_replicate(plan: ModelPlan, index: int, axis: str, parts: int) -> None:
+    axes = plan.blocks[index].axes
+    micro_batches = plan.micro_batches if axis == "batch" else 1
+    if axis in axes and axes[axis].parts[0] // micro_batches >= parts:
+        plan.cut(index, axis, parts)
+    else:
+        plan.replicate(index, parts)
+
+
+def splitbrain(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut the batch for convolutions, and columns of dense layers (Lai et al. 2021, arXiv 2112.15317)."""
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="splitbrain")
+    for index, block in enumerate(plan.blocks):
+        hidden = block.axes.get("hidden")
+        wide = "Linear" in block.kind and hidden is not None and hidden.parts[0] >= ranks
+        _cut_or_replicate(plan, index, "hidden" if wide else "batch", ranks)
+        plan.assign(index, np.arange(ranks))
+    return plan
+
+
+def _dealt(profile: Profile, ranks: int, micro_batches: int, axis: str, name: str) -> ModelPlan:
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name=name)
+    if not any(axis in block.axes for block in plan.blocks):
+        raise InvalidArgument(f"{name}: no block has {axis}")
+    for index, block in enumerate(plan.blocks):
+        if axis in block.axes:
+            plan.cut(index, axis, ranks, outside="batch")
+        else:
+            plan.cut(index, "batch", ranks)
+        plan.assign(index, np.arange(ranks))
+    return plan
+
+
+def expert_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut the batch, and deal experts (GShard; Lepikhin et al. 2020, arXiv 2006.16668)."""
+    return _dealt(profile, ranks, micro_batches, "experts", "expert_parallel")
+
+
+def tables_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+    """Cut the batch, and deal embedding tables (DLRM; Naumov et al. 2019, arXiv 1906.00091)."""
+    return _dealt(profile, ranks, micro_batches, "tables", "tables_parallel")
 
 
 def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 1) -> ModelPlan:
@@ -194,6 +249,19 @@ def zero_bubble(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPl
     )
 
 
+def terapipe(
+    profile: Profile, ranks: int, micro_batches: int = 1, slices: int | Sequence[int] = 4
+) -> ModelPlan:
+    """Send slices of sequences through the stages (Li et al. 2021, arXiv 2102.07988).
+
+    `slices`: their number, or their lengths: later ones attend to more, and should be shorter.
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, slices=slices, name="terapipe")
+    for rank, stage in enumerate(plan.stages(ranks)):
+        plan.assign(stage, rank)
+    return plan  # in the default order: forward passes, and then backward ones from the last slice
+
+
 def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int = 2) -> ModelPlan:
     """Give each rank several stages (Narayanan et al. 2021, arXiv 2104.04473).
 
@@ -219,8 +287,9 @@ def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int
 NAMED: Final[dict[str, Callable[..., ModelPlan]]] = {
     each.__name__: each
     for each in (
-        data_parallel, zero1, zero3, tensor_parallel, sequence_parallel, co_shard,
-        gpipe, one_f_one_b, eager_1f1b, zero_bubble, interleaved,
+        data_parallel, zero1, zero3, tensor_parallel, sequence_parallel, co_shard, spatial,
+        splitbrain, expert_parallel, tables_parallel,
+        gpipe, one_f_one_b, eager_1f1b, zero_bubble, interleaved, terapipe,
     )
 }  # fmt: skip
 """Plans by name."""

@@ -7,6 +7,7 @@ Parameters of other blocks are on the meta device, too.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Collection
 from functools import partial
@@ -28,6 +29,8 @@ class _Left(BaseException):
 
 class _OnMeta(TorchFunctionMode):
     """Runs operations on the meta device if one of their tensors is a parameter, or is there."""
+
+    in_use = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
@@ -87,6 +90,7 @@ class ModelPart:
             torch.set_grad_enabled(False)
             self._prefix = _OnMeta()
             self._prefix.__enter__()  # type: ignore[no-untyped-call]
+            _OnMeta.in_use = True
         self._grads = grads
         try:
             result: Tensor = self.whole()
@@ -103,7 +107,7 @@ class ModelPart:
     def _leave_prefix(self) -> None:
         if self._prefix is not None:
             self._prefix.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._prefix = None
+            self._prefix, _OnMeta.in_use = None, False
             torch.set_grad_enabled(self._grads)
 
     def _forward(self, forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +132,22 @@ class ModelPart:
             x = self._input
             return tree_map(lambda e: x if isinstance(e, Tensor) and e.is_meta else e, (args, kwargs))
         return None
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parameters are on the meta device."""
+    twins = ((id(own), own.detach().to("meta")) for own in module.parameters())
+    return copy.deepcopy(module, {key: nn.Parameter(twin, requires_grad=False) for key, twin in twins})
+
+
+def run_whole_before(module: nn.Module, whole: Callable[..., Any]) -> None:
+    """Let a module that has been cut run as `whole` before the blocks of a pass, where only shapes count."""
+    cut = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (whole if _OnMeta.in_use else cut)(*args, **kwargs)
+
+    module.forward = forward
 
 
 def drop_parameters(model: nn.Module, kept: Collection[str]) -> None:

@@ -19,7 +19,8 @@ _STYLE: Final = """
 body{font:14px system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1100px;margin:2em auto}
 svg{width:100%;height:auto} text{fill:currentColor;font-size:11px} .F{fill:#4c8bd6} .B{fill:#3f9b5f}
 .W{fill:#c9892f} rect{stroke:var(--back);stroke-width:.5} .m{fill:#8a6fc44d;stroke:#8a6fc4}
-td,th{padding:2px 9px;text-align:left;border-bottom:1px solid var(--line)} b.F,b.B,b.W{padding:1px 6px;color:#fff;border-radius:3px}
+td,th{padding:2px 9px;text-align:left;border-bottom:1px solid var(--line)}
+b.F,b.B,b.W{padding:1px 6px;color:#fff;border-radius:3px}
 b.F{background:#4c8bd6} b.B{background:#3f9b5f} b.W{background:#c9892f}
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, cast
 
 import numpy as np
@@ -17,9 +17,11 @@ from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
-from mcr_plus.plans.moves import moves, open_groups
+from mcr_plus.plans.moves import moves, open_groups, peers
 from mcr_plus.plans.part import ModelPart, drop_parameters
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
+from mcr_plus.plans.slices import PastSlices, SlicePass
+from mcr_plus.plans.space import cut_space
 from mcr_plus.plans.sums import (
     GradientBucket,
     OwnParameter,
@@ -28,7 +30,7 @@ from mcr_plus.plans.sums import (
     make_buckets,
     shared_groups,
 )  # fmt: skip
-from mcr_plus.plans.whole import rows_of, tensors_in
+from mcr_plus.plans.whole import tensors_in
 
 Key = tuple[int, int, int, bool]
 """Tensor, micro-batch, slice, and whether it is the gradient."""
@@ -42,6 +44,7 @@ class BlockGraph:
         self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.dy: Tensor | None = None
+        self.past = SlicePass(micro, slice_)
         self.groups: list[dict[str, Any]] = []
 
 
@@ -102,6 +105,7 @@ class ParallelModel:
         self.proved, self.module, self.rank = proved, model, get_rank()
         self.plan, self._tensors = proved.plan, proved.tensors
         self._check()
+        self._past = PastSlices(model, self.plan)
         self._blocks = [block for block, places in enumerate(self.plan.places) if self.rank in places]
         names = {name for block in self._blocks for name in self.plan.blocks[block].names}
         old = dict(model.named_parameters())
@@ -134,12 +138,13 @@ class ParallelModel:
             one = plan.blocks[block]
             for cut in cuts:
                 how = plan.how(block, cut)
-                if how in ("gather", "halo", "exchange"):
+                if how == "gather":
                     raise Unsupported(f"{one.name}: cut along {cut.axes[0]} ({how}); not executed yet")
+                alone = [axis for axis in cut.axes if one.axes[axis].how == "exchange" and not cut.outside]
+                if alone:
+                    raise Unsupported(f"{one.name}: cut along {alone[0]}; expected it with data `outside`")
             if one.random:
                 raise Unsupported(f"{one.name}: it draws random numbers, others than in one process")
-        if plan.slices > 1:
-            raise Unsupported("slices: not executed yet")
 
     def _now(self, name: str) -> nn.Parameter:
         """Return the parameter that has taken the place of a parameter of the model."""
@@ -160,12 +165,16 @@ class ParallelModel:
         at = np.argwhere(plan.places[block] == self.rank)
         for axis, cut in enumerate(plan.cuts[block]):
             how = plan.how(block, cut)
+            if how == "halo":
+                ranks = peers(plan, block, axis, self.rank)
+                cut_space(self.module, names, self.proved, block, ranks, self._comms)
             if not cut.axes or how in ALONG_DATA:
                 continue
             own = sorted(set(at[:, 2 + axis].tolist()))
             enter, leave = moves(self.proved, block, axis, self.rank, self._comms)
             count = {name: one.axes[name].parts[0] for name in cut.axes}
-            self.cut |= cut_module(self.module, names, cut.axes, count, cut.parts, own, enter, leave)
+            group = self._comms.get(peers(plan, block, axis, self.rank))
+            self.cut |= cut_module(self.module, names, cut.axes, count, cut.parts, own, enter, leave, group)
 
     def _own(
         self, old: dict[str, nn.Parameter], new: dict[str, nn.Parameter], groups: dict[int, int]
@@ -176,7 +185,7 @@ class ParallelModel:
             for name in one.names:
                 users[name].append(block)
         for name, param in new.items():
-            if not param.requires_grad or id(old[name]) not in groups:
+            if not param.requires_grad or param.is_meta or id(old[name]) not in groups:
                 continue
             blocks, is_cut = users[name], hasattr(param, "mcr_cut")
             if len(blocks) > 1:
@@ -326,12 +335,27 @@ class ParallelModel:
         return loss
 
     def _rows(self, graph: BlockGraph) -> Any:
-        items, shape = self.plan.profile.input[0], self._tensors.whole_shape(graph.blocks.start)
-        low, high = self._tensors.rows(graph.blocks.start, graph.micro, graph.slice, self.rank)
-        unit = shape[0] // items
-        return rows_of(self._batch, items, low // unit, high // unit)
+        """Return the rows of the batch that a graph reads; of the model's input also the box within them."""
+        first, given = graph.blocks.start, self.plan.profile.input
+        unit = self._tensors.whole_shape(first)[0] // given[0]
+        low, high = self._tensors.rows(first, graph.micro, graph.slice, self.rank)
+        rows = slice(low // unit, high // unit)
+        box = self._tensors.box(first, "input", graph.micro, graph.slice, self.rank)[1:]
+
+        def part(each: Any) -> Any:
+            if not isinstance(each, Tensor) or not each.ndim or len(each) != given[0]:
+                return each
+            whole = not first and tuple(each.shape) == given
+            return each[(rows, *starmap(slice, box))] if whole else each[rows]
+
+        batch = self._batch
+        if ends := self.plan.slice_ends:
+            begin, end = (0, *ends)[graph.slice : graph.slice + 2]
+            batch = self.module.mcr_slice(batch, begin, end)
+        return tree_map(part, batch)
 
     def _run(self, graph: BlockGraph) -> Tensor:
+        self._past.now, graph.past.roots = graph.past, []
         return self.part.run(graph.blocks, graph.x, self._rows(graph))
 
     def _forward(self, graph: BlockGraph) -> None:
@@ -371,7 +395,9 @@ class ParallelModel:
         if self.plan.split[last]:
             self._input_alone(graph)
         else:
-            torch.autograd.backward(graph.y, graph.dy)
+            roots, gradients = graph.past.gradients()
+            torch.autograd.backward([graph.y, *roots], [graph.dy, *gradients])
+            graph.past.end()
         if graph.x is not None:
             assert graph.x.grad is not None
             self._made[graph.blocks[0], graph.micro, graph.slice, True] = graph.x.grad
@@ -405,7 +431,9 @@ class ParallelModel:
         names = dict.fromkeys(
             name for block in graph.blocks for name in sorted(self.plan.blocks[block].names)
         )
-        return iter([param for name in names if (param := self._now(name)).requires_grad])
+        return iter(
+            [param for name in names if (param := self._now(name)).requires_grad and not param.is_meta]
+        )
 
     def _gathered(self, graph: BlockGraph) -> list[GradientBucket]:
         buckets = [bucket for block in graph.blocks for bucket in self._of_block[block]]

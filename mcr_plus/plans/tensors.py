@@ -97,6 +97,11 @@ class PlanTensors:
             for dim in self._dims(max(tensor - 1, 0), axis) if parts > 1 else ():
                 if dim < len(shape):  # a loss has no dimensions
                     low[dim], high[dim] = self._part(tensor, dim, (0, shape[dim]), parts, number)
+                    if axis == "sequence":
+                        unit = shape[dim] // plan.slice_ends[-1]
+                        low[dim], high[dim] = (
+                            unit * end for end in (0, *plan.slice_ends)[number : number + 2]
+                        )
         return low, high
 
     def _dims(self, block: int, axis: str) -> tuple[int, ...]:

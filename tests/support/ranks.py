@@ -321,6 +321,7 @@ def _main(folder: Path) -> None:
     call = json.loads((folder / "call.json").read_text())
     os.environ[_FOLDER] = str(folder)
     sys.path += [str(Path(__file__).parents[1] / name) for name in ("", "support", "examples")]
+    sys.path += [str(path) for path in sorted(Path(__file__).parents[2].glob("examples/*/"))]
     module, _, name = call["target"].partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(*call["args"])

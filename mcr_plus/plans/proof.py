@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -142,7 +142,7 @@ def _check_parts(plan: ModelPlan, block: int) -> None:
     cuts = plan.cuts[block]
     places = plan.places[block].reshape(-1, *plan.parts(block))
     at = np.indices(places.shape).reshape(places.ndim, -1)
-    keys = (slice(None), at[0], places.ravel())
+    keys: Any = (slice(None), at[0], places.ravel())
     lows = np.full((len(cuts), len(places), plan.ranks), places.size)
     highs = np.zeros_like(lows)
     counts = np.zeros_like(lows, shape=(1, len(places), plan.ranks))
@@ -153,8 +153,8 @@ def _check_parts(plan: ModelPlan, block: int) -> None:
 
     def refuse(where: np.ndarray, what: str) -> None:
         for task, rank in np.argwhere(where)[:1].tolist():
-            name = PlanTask(block, *divmod(task, plan.slices), "F")
-            raise InvalidArgument(f"{name} on rank {rank}: {what}")
+            micro, slice_ = divmod(task, plan.slices)
+            raise InvalidArgument(f"{PlanTask(block, micro, slice_, 'F')} on rank {rank}: {what}")
 
     refuse(own & (counts[0] != (highs - lows).prod(axis=0)), "its parts are no neighbours, which form a box")
     copies = [axis for axis, cut in enumerate(cuts) if not cut.axes]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.job.init import get_rank, get_world_size, world
@@ -342,16 +343,18 @@ class ParallelModel:
         rows = slice(low // unit, high // unit)
         box = self._tensors.box(first, "input", graph.micro, graph.slice, self.rank)[1:]
 
+        inside = (rows, *starmap(slice, box))
+
         def part(each: Any) -> Any:
             if not isinstance(each, Tensor) or not each.ndim or len(each) != given[0]:
                 return each
             whole = not first and tuple(each.shape) == given
-            return each[(rows, *starmap(slice, box))] if whole else each[rows]
+            return each[inside] if whole else each[rows]
 
         batch = self._batch
         if ends := self.plan.slice_ends:
             begin, end = (0, *ends)[graph.slice : graph.slice + 2]
-            batch = self.module.mcr_slice(batch, begin, end)
+            batch = cast("Any", self.module).mcr_slice(batch, begin, end)
         return tree_map(part, batch)
 
     def _run(self, graph: BlockGraph) -> Tensor:

@@ -398,11 +398,11 @@ def all_to_all_single(
         assert received[:, 0].tolist() == [0.0] * (1 + rank) + [1.0] * (1 + rank)
         ```
     """
-    sizes = output_split_sizes, input_split_sizes
     if options:
+        sizes = output_split_sizes, input_split_sizes
         return _of(group).all_to_all_single(output, input, *sizes, async_op, **options)
     comm = (job.communicator or _of(None)) if group is None else _of(group)
-    return comm.all_to_all_single(output, input, *sizes, async_op)
+    return comm.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
 def gather(

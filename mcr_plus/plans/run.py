@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, starmap
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
+from mcr_plus.plans.checkpoint import load_state_dict, state_dict
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
 from mcr_plus.plans.moves import moves, open_groups, peers
@@ -116,6 +117,7 @@ class ParallelModel:
         for block in self._blocks:
             self._cut(block)
         new = {name: self._now(name) for name in old if name in names}
+        self._parameters = {name: param for name, param in new.items() if not param.is_meta}
         self.part = ModelPart(model, loss, self.plan.profile)
         groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.buckets = make_buckets(self._own(old, new, groups), self._comms)
@@ -293,6 +295,18 @@ class ParallelModel:
             ends.made == ends.needed
             and not self._tensors.gradients(block, after.micro, after.slice).made.is_partial
         )
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters by their names in the model; they may be parts (see `checkpoint`)."""
+        return self._parameters
+
+    def state_dict(self, to: int = 0) -> dict[str, Tensor]:
+        """Return the parameters of the whole model on one rank; see `checkpoint.state_dict`. Collective."""
+        return state_dict(self, to)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set this rank's parts from parameters of the whole model; see `checkpoint.load_state_dict`."""
+        load_state_dict(self, state)
 
     # -- step -----------------------------------------------------------------------------------------------
 

@@ -160,6 +160,13 @@ class GradientBucket:
         assert self.comm is not None
         self.comm.all_gather_into_tensor(self.values, own, tag="plan.parameters")
 
+    def keep(self) -> None:
+        """Take over whole parameters that the program has set; free them if they are in shards."""
+        if self.held == "parameters":
+            assert self.comm is not None
+            self.shard.data.copy_(self.values.chunk(self.comm.size)[self.comm.rank])
+        self.drop()
+
     def drop(self) -> None:
         """Free the memory of whole parameters, if they are in shards."""
         if self.held == "parameters":

@@ -282,6 +282,11 @@ def test_commands_show_sums(tmp_path: Path) -> None:
         text = mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "3", "--config", file, *words).stdout
         assert f"sums: {sums}: gloo has an order of its own: all_to_all, added {how}, all_gather" in text
         assert ("rules[0]" in text) == (sums == "exact")
+    for dtype, config in (("int32", file), ("float32", None)):  # exact anyway; nothing asked for
+        words = ("--dtype", dtype, *(() if config is None else ("--config", config, "--tag", "metric")))
+        text = mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "3", *words).stdout
+        said = "  SUM of int32 is exact in every order, so sums: exact changes nothing\n"
+        assert (said in text, "has an order of its own" in text) == (config is not None, False)
     rows = json.loads(mcr_plus("doctor", "--ops", "--json").stdout)["operations"]
     support = {row["backend"]: row["support"] for row in rows if row["kind"] == "sums"}
     assert (support["msccl"], support["gloo"], support["nccl"]) == ("native", "emulated", "emulated")

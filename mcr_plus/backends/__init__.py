@@ -94,7 +94,7 @@ def _sums(backend: str) -> tuple[Literal["native", "emulated"], str]:
         return "native", ""
     return (
         "emulated",
-        "floating-point values of all ranks, moved in parts or whole, added by one rank or each",
+        "floating-point values of all ranks, in parts or whole, added by one rank or each",
     )
 
 

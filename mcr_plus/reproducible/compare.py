@@ -114,8 +114,7 @@ def _compare_world(world: files.World, paths: list[Files], result: Comparison) -
             of = digests.about
             about[at] = about[at] or of
             if (of.job, of.rank, of.size) != (about[at].job, rank, about[at].size):
-                text = "of another job than the files beside it; each run needs a folder of its own"
-                raise ConfigError(f"{paths[at][rank]}: {text}")
+                raise ConfigError(f"{paths[at][rank]}: of another job than the files beside it")
             if not digests.ended:
                 notes.setdefault(f"run {'AB'[at]} was killed, or goes on", []).append(rank)
         found[rank] = _compare_rank(world, rank, pair, notes, result)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
@@ -40,11 +41,12 @@ World = tuple[int, int]
 
 
 class About(NamedTuple):
-    """Facts about a rank. `job`: a name that is equal on all ranks of the world."""
+    """Facts about a rank. `job`: a name that is equal on all ranks of the world. `began`: Unix time."""
 
     job: str
     rank: int
     size: int
+    began: float = 0.0
 
 
 class CallOfProgram(NamedTuple):
@@ -86,7 +88,10 @@ def kept_file(path: Path, stream: str, number: int, part: str) -> Path:
 
 
 def worlds_in(folder: Path) -> dict[World, dict[int, Path]]:
-    """Return the files of a folder by world and rank; raise `ConfigError` if there are none."""
+    """Return the files of a folder by world and rank.
+
+    Raises `ConfigError` if there are none, or if some are of an earlier run: older than the first world.
+    """
     found: dict[World, dict[int, Path]] = defaultdict(dict)
     try:
         for path in folder.iterdir():
@@ -97,24 +102,45 @@ def worlds_in(folder: Path) -> dict[World, dict[int, Path]]:
         raise ConfigError(f"{folder}: cannot read: {error.strerror}; {_EXPECTED}") from None
     if not found:
         raise ConfigError(f"{folder}: has no files jobN-epochN-rankN.digests; {_EXPECTED}")
+    heads = {path: _head(path) for paths in found.values() for path in paths.values()}
+    first = [heads[path] for path in found[min(found)].values()]
+    newest = max(first, key=lambda head: head.began)
+    began = min(head.began for head in first if head.job == newest.job)
+    if stale := sorted(path.name for path, head in heads.items() if head.began < began):
+        raise ConfigError(
+            f"{folder}: of an earlier run: {', '.join(stale)}; each run needs a folder of its own"
+        )
     return {world: dict(sorted(found[world].items())) for world in sorted(found)}
 
 
-def load(path: Path) -> RankDigests:
-    """Read a file. Raises `ConfigError` if it is unreadable, of another version, or malformed."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn errors into `ConfigError`."""
     try:
-        content = path.read_bytes()
-        line = content.partition(b"\n")[0]
-        if not line.startswith(MAGIC):
-            begins = f"begins with {line[: len(MAGIC)]!r}, not with {MAGIC!r}"
-            raise ValueError(f"{begins}: empty, of another kind, or of another version of mcr_plus")
-        calls: list[CallOfProgram] = []
-        rows, ended = _chunks(memoryview(content)[len(line) + 1 :], calls)
-        return RankDigests(_ABOUT.validate_json(line.removeprefix(MAGIC)), calls, rows, ended)
+        yield
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
     except ValueError as error:  # pydantic's errors too, whose text is long
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; {_EXPECTED}") from None
+
+
+def _head(path: Path) -> About:
+    with _reading(path), path.open("rb") as file:
+        line = file.readline()
+        if not line.startswith(MAGIC):
+            begins = f"begins with {line[: len(MAGIC)]!r}, not with {MAGIC!r}"
+            raise ValueError(f"{begins}: empty, of another kind, or of another version of mcr_plus")
+        return _ABOUT.validate_json(line.removeprefix(MAGIC))
+
+
+def load(path: Path) -> RankDigests:
+    """Read a file. Raises `ConfigError` if it is unreadable, of another version, or malformed."""
+    about = _head(path)
+    with _reading(path):
+        calls: list[CallOfProgram] = []
+        content = path.read_bytes()
+        rows, ended = _chunks(memoryview(content)[content.index(b"\n") + 1 :], calls)
+        return RankDigests(about, calls, rows, ended)
 
 
 def _chunks(content: memoryview, calls: list[CallOfProgram]) -> tuple[NDArray[Any], bool]:

@@ -309,7 +309,7 @@ def test_runs_of_other_sizes_and_other_programs(tmp_path: Path) -> None:
     )
     answer = mcr_plus("compare", two, other)
     assert answer.returncode == 2
-    assert "rank1.digests: of another job than the files beside it" in answer.stderr
+    assert f"{other}: of an earlier run: job0-epoch0-rank1.digests; each run needs a folder" in answer.stderr
 
 
 def losing(folder: str, flips: bool) -> None:

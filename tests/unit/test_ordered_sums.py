@@ -126,12 +126,13 @@ def test_a_fixed_sum_is_a_tree_over_the_ranks(op: ReduceOp, dtype: torch.dtype) 
 
 
 def test_groups_of_powers_of_two_have_the_same_leaves() -> None:
-    """Four ranks, and two ranks with the sums of two each, give the same bits."""
-    rows = torch.randn(8, 999, generator=torch.Generator().manual_seed(1))
-    whole = reduced(rows, "fixed")
-    for ranks in (2, 4):
-        parts = torch.stack([reduced(part, "fixed") for part in rows.view(ranks, 8 // ranks, -1)])
-        assert torch.equal(reduced(parts, "fixed"), whole)
+    """Four ranks, and two ranks with the sums of two each, give the same bits; so do 3 and 5 groups."""
+    for leaves, groups in ((8, (2, 4)), (6, (3,)), (12, (3, 6)), (20, (5, 10))):
+        rows = torch.randn(leaves, 999, generator=torch.Generator().manual_seed(1))
+        whole = reduced(rows, "fixed")
+        for ranks in groups:
+            parts = torch.stack([reduced(part, "fixed") for part in rows.view(ranks, leaves // ranks, -1)])
+            assert torch.equal(reduced(parts, "fixed"), whole), (leaves, ranks)
 
 
 def test_the_memory_of_a_tree_is_enough_for_every_group() -> None:

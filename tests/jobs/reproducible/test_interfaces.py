@@ -292,6 +292,30 @@ def test_commands_show_sums(tmp_path: Path) -> None:
     assert (support["msccl"], support["gloo"], support["nccl"]) == ("native", "emulated", "emulated")
 
 
+def test_nodes_that_are_parts_of_the_tree_add_up_first() -> None:
+    """Of half types and exact sums, a node's sum would be rounded."""
+    for sums, dtype, ranks, said in (
+        ("fixed", "float32", 6, "3 nodes of 2 ranks: reduce_scatter in the node, all_reduce of each part"),
+        (
+            "fixed",
+            "float32",
+            9,
+            "not in steps: sums: fixed is a tree over all ranks, of which nodes are no parts",
+        ),
+        ("fixed", "bfloat16", 6, "not in steps: sums: fixed of bfloat16 is rounded once, over all ranks"),
+        ("exact", "float64", 6, "not in steps: sums: exact of float64 is rounded once, over all ranks"),
+    ):
+        config = {"version": 1, "numerics": {"sums": sums}}
+        steps = mcr.explain("all_reduce", "1MiB", dtype=dtype, ranks=ranks, nodes=3, config=config)["steps"]
+        assert steps[0]["stage"] == "hierarchical"
+        assert steps[0]["decision"].startswith(said)
+    between = {"hierarchical": {"inter": {"compress": {"codec": "bf16"}}}}
+    stages = [between, {"compress": {}}, {"select": {}}, {"dispatch": {}}]
+    config = {"version": 1, "numerics": {"sums": "fixed"}, "pipeline": stages}
+    step = mcr.explain("all_reduce", "1MiB", ranks=6, nodes=3, config=config)["steps"][0]
+    assert step["decision"] == "not in steps: sums: fixed with a codec has an order over all ranks"
+
+
 def test_a_rule_by_parameter_has_no_sums(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text('version: 1\nrules:\n  - match: {param: "*.bias"}\n    sums: exact\n')

@@ -17,8 +17,8 @@ import mcr_plus as mcr
 
 CASES: Final = 560  # on each number of ranks and in each setup: 10,000 in all, and 2,880 in crossed ones
 FUSE: Final = {"fuse": {"bucket": "16KiB"}}
-NODES: Final = {"hierarchical": {"ranks_per_node": 2}}
-LAST: Final = [{"select": {}}, {"dispatch": {}}]
+NODES: Final = {"hierarchical": {"ranks_per_node": 2, "min": 64}}
+LAST: Final[list[Any]] = [{"select": {}}, {"dispatch": {}}]
 SETUPS: dict[str, Any] = {
     **{name: {"backends": [name]} for name in LIBRARIES},
     "fused": {"pipeline": [FUSE, *LAST]},

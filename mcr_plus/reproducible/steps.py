@@ -22,6 +22,8 @@ from mcr_plus.reproducible.torch_sums import TorchSum
 
 SMALL: Final = 64 << 10
 """Most bytes of all ranks' values together that are gathered whole: a step costs more than these bytes."""
+SLICE: Final = 16 << 20
+"""Most bytes of an all_reduce at a time, so that caches still have values when they are added up."""
 _OWN: Final = ("prepare", "after", "input_counts", "output_counts")
 
 
@@ -122,3 +124,43 @@ class OrderedSum:
             space[values.numel() :].zero_()
 
         return space, fill
+
+
+class SlicedSum:
+    """An all_reduce of more than `SLICE` bytes, in slices; arguments are those of `OrderedSum`."""
+
+    def __init__(
+        self, signature: Signature, rank: int, pool: Pool, bind: Callable[[Signature], Issue]
+    ) -> None:
+        assert signature.dtype is not None
+        width, ranks = signature.dtype.itemsize, signature.ranks
+        numel, most = (signature.nbytes or 0) // width, SLICE // (width * ranks) * ranks
+        sizes = [min(most, numel - begin) for begin in range(0, numel, most)]
+        like = signature.replace(call=signature.as_call())
+        sums = {
+            size: OrderedSum(like.replace(shape=(size,), nbytes=size * width), rank, pool, bind)
+            for size in dict.fromkeys(sizes)
+        }
+        self._signature, self._sizes, self._sums = signature, sizes, [sums[size] for size in sizes]
+        self.description = f"{len(sizes)} slices: {self._sums[0].description}"
+
+    def start(self, message: Message) -> Work:
+        """Issue the slices; return their handle."""
+        extras: Any = {name: value for name, value in vars(message).items() if name not in _OWN}
+        pairs = zip(
+            *(each[0].view(-1).split(self._sizes) for each in (message.inputs, message.outputs)), strict=True
+        )
+        works: list[Work] = []
+        first: Any = {"after": message.after, "prepare": message.prepare}
+        for ordered, (given, result) in zip(self._sums, pairs, strict=True):
+            works.append(ordered.start(Message(self._signature, (given,), (result,), **extras, **first)))
+            first = {} if message.after is None and message.prepare is None else {"after": works[0]}
+        return JointWork(
+            works, self._signature.kind, nbytes=self._signature.nbytes or 0, tag=self._signature.tag
+        )
+
+
+def ordered_sum(signature: Signature, *arguments: Any) -> OrderedSum | SlicedSum:
+    """Return an operation with `Signature.sums`."""
+    is_large = signature.kind == "all_reduce" and (signature.nbytes or 0) > SLICE
+    return (SlicedSum if is_large else OrderedSum)(signature, *arguments)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
@@ -102,10 +101,10 @@ def worlds_in(folder: Path) -> dict[World, dict[int, Path]]:
         raise ConfigError(f"{folder}: cannot read: {error.strerror}; {_EXPECTED}") from None
     if not found:
         raise ConfigError(f"{folder}: has no files jobN-epochN-rankN.digests; {_EXPECTED}")
-    heads = {path: _head(path) for paths in found.values() for path in paths.values()}
+    heads = {path: load(path).about for paths in found.values() for path in paths.values()}
     first = [heads[path] for path in found[min(found)].values()]
-    newest = max(first, key=lambda head: head.began)
-    began = min(head.began for head in first if head.job == newest.job)
+    newest = max(first, key=lambda head: head.began).job
+    began = min(head.began for head in first if head.job == newest)
     if stale := sorted(path.name for path, head in heads.items() if head.began < began):
         raise ConfigError(
             f"{folder}: of an earlier run: {', '.join(stale)}; each run needs a folder of its own"
@@ -113,34 +112,21 @@ def worlds_in(folder: Path) -> dict[World, dict[int, Path]]:
     return {world: dict(sorted(found[world].items())) for world in sorted(found)}
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn errors into `ConfigError`."""
+def load(path: Path) -> RankDigests:
+    """Read a file. Raises `ConfigError` if it is unreadable, of another version, or malformed."""
     try:
-        yield
+        content = path.read_bytes()
+        line = content.partition(b"\n")[0]
+        if not line.startswith(MAGIC):
+            begins = f"begins with {line[: len(MAGIC)]!r}, not with {MAGIC!r}"
+            raise ValueError(f"{begins}: empty, of another kind, or of another version of mcr_plus")
+        calls: list[CallOfProgram] = []
+        rows, ended = _chunks(memoryview(content)[len(line) + 1 :], calls)
+        return RankDigests(_ABOUT.validate_json(line.removeprefix(MAGIC)), calls, rows, ended)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
     except ValueError as error:  # pydantic's errors too, whose text is long
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; {_EXPECTED}") from None
-
-
-def _head(path: Path) -> About:
-    with _reading(path), path.open("rb") as file:
-        line = file.readline()
-        if not line.startswith(MAGIC):
-            begins = f"begins with {line[: len(MAGIC)]!r}, not with {MAGIC!r}"
-            raise ValueError(f"{begins}: empty, of another kind, or of another version of mcr_plus")
-        return _ABOUT.validate_json(line.removeprefix(MAGIC))
-
-
-def load(path: Path) -> RankDigests:
-    """Read a file. Raises `ConfigError` if it is unreadable, of another version, or malformed."""
-    about = _head(path)
-    with _reading(path):
-        calls: list[CallOfProgram] = []
-        content = path.read_bytes()
-        rows, ended = _chunks(memoryview(content)[content.index(b"\n") + 1 :], calls)
-        return RankDigests(about, calls, rows, ended)
 
 
 def _chunks(content: memoryview, calls: list[CallOfProgram]) -> tuple[NDArray[Any], bool]:

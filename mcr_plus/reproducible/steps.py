@@ -129,35 +129,28 @@ class OrderedSum:
 class SlicedSum:
     """An all_reduce of more than `SLICE` bytes, in slices; arguments are those of `OrderedSum`."""
 
-    def __init__(
-        self, signature: Signature, rank: int, pool: Pool, bind: Callable[[Signature], Issue]
-    ) -> None:
-        assert signature.dtype is not None
-        width, ranks = signature.dtype.itemsize, signature.ranks
-        numel, most = (signature.nbytes or 0) // width, SLICE // (width * ranks) * ranks
-        sizes = [min(most, numel - begin) for begin in range(0, numel, most)]
-        like = signature.replace(call=signature.as_call())
-        sums = {
-            size: OrderedSum(like.replace(shape=(size,), nbytes=size * width), rank, pool, bind)
-            for size in dict.fromkeys(sizes)
+    def __init__(self, signature: Signature, *arguments: Any) -> None:
+        width, nbytes = (signature.dtype or torch.uint8).itemsize, signature.nbytes or 0
+        most = SLICE // (width * signature.ranks) * signature.ranks  # no slice but the last is padded
+        self._sizes = [min(most, nbytes // width - begin) for begin in range(0, nbytes // width, most)]
+        like, self._signature = signature.replace(call=signature.as_call()), signature
+        self._sums = {
+            size: OrderedSum(like.replace(shape=(size,), nbytes=size * width), *arguments)
+            for size in dict.fromkeys(self._sizes)
         }
-        self._signature, self._sizes, self._sums = signature, sizes, [sums[size] for size in sizes]
-        self.description = f"{len(sizes)} slices: {self._sums[0].description}"
+        self.description = f"{len(self._sizes)} slices: {self._sums[self._sizes[0]].description}"
 
     def start(self, message: Message) -> Work:
         """Issue the slices; return their handle."""
         extras: Any = {name: value for name, value in vars(message).items() if name not in _OWN}
-        pairs = zip(
-            *(each[0].view(-1).split(self._sizes) for each in (message.inputs, message.outputs)), strict=True
-        )
-        works: list[Work] = []
+        inputs, outputs = (each[0].view(-1).split(self._sizes) for each in (message.inputs, message.outputs))
+        signature, works = self._signature, list[Work]()
         first: Any = {"after": message.after, "prepare": message.prepare}
-        for ordered, (given, result) in zip(self._sums, pairs, strict=True):
-            works.append(ordered.start(Message(self._signature, (given,), (result,), **extras, **first)))
+        for pair in zip(inputs, outputs, strict=True):
+            part = Message(signature, pair[:1], pair[1:], **extras, **first)
+            works.append(self._sums[pair[0].numel()].start(part))
             first = {} if message.after is None and message.prepare is None else {"after": works[0]}
-        return JointWork(
-            works, self._signature.kind, nbytes=self._signature.nbytes or 0, tag=self._signature.tag
-        )
+        return JointWork(works, signature.kind, nbytes=signature.nbytes or 0, tag=signature.tag)
 
 
 def ordered_sum(signature: Signature, *arguments: Any) -> OrderedSum | SlicedSum:

@@ -76,6 +76,7 @@ class ModelPart:
             Unsupported: the model's forward does not reach the blocks as it did in the profile.
         """
         self._range, self._stop, self._input, self._calls = blocks, blocks.stop, x, {}
+        self._reached = set[int]()
         self.whole.take(batch)
         grads = torch.is_grad_enabled()
         if blocks.start:
@@ -88,11 +89,11 @@ class ModelPart:
         except _Left as left:
             result = left.args[0]
         finally:
-            reached = self._prefix is None
             self._leave_prefix()
             self._range = range(0)
-        if not reached:
-            raise Unsupported(f"model: its forward does not call {self._names[blocks.start]}")
+        for index in blocks:
+            if index not in self._reached:
+                raise Unsupported(f"model: its forward does not call {self._names[index]}, as in the profile")
         return result
 
     def _leave_prefix(self) -> None:
@@ -106,6 +107,7 @@ class ModelPart:
             return None
         count = self._calls[module] = self._calls.get(module, 0) + 1
         index = self._starts[module].get(count)
+        self._reached.update(() if index is None else (index,))
         if index is not None and index == self._stop:
             tensors = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
             raise _Left(next((tensor for tensor in tensors if tensor.requires_grad), tensors[0]))

@@ -173,7 +173,8 @@ def _check_parts(plan: ModelPlan, block: int) -> None:
     if (high - low).prod(axis=1).sum() > np.prod([cuts[axis].parts for axis in keyed]):
         below = high > low[:, None]
         meet = (below & below.swapaxes(0, 1)).all(axis=2) & ~np.eye(len(kinds), dtype=bool)
-        one, two = ((firsts.T == kinds[kind]).all(axis=1).argmax() for kind in np.argwhere(meet)[0])
+        of_kind = (firsts.T[:, None] == kinds).all(axis=2)
+        one, two = of_kind.argmax(axis=0)[np.argwhere(meet)[0]].tolist()
         text = f"some of its parts of the parameters, but not all, are on rank {two}, too"
         refuse(own & (np.arange(plan.ranks) == one), text)
     if plan.blocks[block].random and copies:

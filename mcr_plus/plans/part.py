@@ -114,6 +114,8 @@ class ModelPart:
         if index == self._range.start and self._prefix is not None:
             self._leave_prefix()
             x = self._input
+            if x is not None and getattr(module, "inplace", False):
+                x = x.clone()  # autograd refuses to change a leaf, and it may be needed again
             return tree_map(lambda e: x if isinstance(e, Tensor) and e.is_meta else e, (args, kwargs))
         return None
 

@@ -388,7 +388,7 @@ class ParallelModel:
             graph.dy = self._take((last + 1, graph.micro, graph.slice, True))
         if self.plan.split[last]:
             self._input_alone(graph)
-        else:
+        elif graph.y.requires_grad:  # else its parameters are frozen, and nothing is before it
             torch.autograd.backward(graph.y, graph.dy)
         if graph.x is not None:
             assert graph.x.grad is not None
@@ -412,8 +412,10 @@ class ParallelModel:
     def _weights(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
+        assert graph.y is not None
         if graph.x is None:
-            torch.autograd.backward(graph.y, graph.dy)  # type: ignore[arg-type]
+            if graph.y.requires_grad:
+                torch.autograd.backward(graph.y, graph.dy)
         else:
             stage_backward_weight(self._trained(graph), graph.groups)
         graph.x = graph.y = graph.dy = None

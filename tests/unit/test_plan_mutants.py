@@ -267,7 +267,7 @@ def test_the_proof_refuses_exactly_the_wrong_mutants(seed: int) -> None:
         assert (wrong is None) == (refused is None), f"{what}: {wrong}; the proof: {refused}"
         accepted += refused is None
         if refused is not None:
-            assert re.search(r"[FBW]\(block \d+, micro-batch \d+, slice \d+\)|b\d+ (on|and) ", refused), (
+            assert re.search(r"[FBW]\(block \d+, micro-batch \d+, slice \d+\)|b\d+( on| and|:) ", refused), (
                 refused
             )
             assert re.search(r"rank \d|^before: |ranks of each other|number of replicas", refused), refused

@@ -52,7 +52,7 @@ def check(specs: list[Spec], ranks: int, steps: int, config: Any = None) -> None
 
 
 @needs_mpi
-@pytest.mark.short("2-gpt]", "3-grouped]")
+@pytest.mark.short("gpt-2]")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", ["gpt", "mlp", "separate", "grouped"])
 def test_named_plans_train_like_one_process(case: str, ranks: int) -> None:
@@ -67,10 +67,12 @@ def fits(spec: Spec, ranks: int) -> bool:
 
 
 @needs_mpi
-@pytest.mark.short("separate]")
-@pytest.mark.parametrize("case", ["gpt", "mlp", "separate", "grouped"])
-def test_plans_in_two_dimensions_train_like_one_process(case: str) -> None:
-    check(hybrids(case), 4, 3)
+@pytest.mark.short("gpt-4]")
+@pytest.mark.parametrize(
+    ("case", "every"), [("gpt", 4), ("gpt", 1), ("mlp", 1), ("separate", 1), ("grouped", 1)]
+)
+def test_plans_in_two_dimensions_train_like_one_process(case: str, every: int) -> None:
+    check(hybrids(case)[1::every] if every > 1 else hybrids(case), 4, 3)
 
 
 @needs_mpi
@@ -84,7 +86,7 @@ def test_twenty_steps(case: str) -> None:
 def test_ranks_without_blocks_and_low_precision() -> None:
     idle = [{"case": case, "plan": "idle", "optimizer": "sgd"} for case in ("gpt", "mlp")]
     low = [
-        {"case": "bfloat16", "plan": name, "optimizer": "sgd", "close": 0.05}
+        {"case": "bfloat16", "plan": name, "optimizer": "sgd", "close": 0.2}
         for name in ("zero1", "tensor_parallel", "one_f_one_b")
     ]
     check(idle + low, 3, 4)

@@ -150,8 +150,8 @@ def main(
     order = tau([row[1] for row in rows], [row[2] for row in rows])
     wrong = max(abs(row[4] / row[5] - 1) for row in rows)
     sums = (
-        f"Times: mean error {mean(errors):.0%}, largest {max(errors):.0%}, τ {order:.2f}. Chosen plan / best: "
-        f"{auto / best:.2f}. Memory: largest error {wrong:.0%}."
+        f"Times: mean error {mean(errors):.0%}, largest {max(errors):.0%}, τ {order:.2f}. Chosen plan / "
+        f"best: {auto / best:.2f}. Memory: largest error {wrong:.0%}."
     )
     note = (__doc__ or "").split("\n\n", 2)[2].rsplit("The report", 1)[0].strip()
     page = harness.page(

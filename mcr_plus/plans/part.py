@@ -84,6 +84,7 @@ class ModelPart:
             Unsupported: the model's forward does not reach the blocks as it did in the profile.
         """
         self._range, self._stop, self._input, self._calls = blocks, blocks.stop, x, {}
+        self._reached = set[int]()
         self.whole.take(batch)
         grads = torch.is_grad_enabled()
         if blocks.start:
@@ -97,11 +98,11 @@ class ModelPart:
         except _Left as left:
             result = left.args[0]
         finally:
-            reached = self._prefix is None
             self._leave_prefix()
             self._range = range(0)
-        if not reached:
-            raise Unsupported(f"model: its forward does not call {self._names[blocks.start]}")
+        for index in blocks:
+            if index not in self._reached:
+                raise Unsupported(f"model: its forward does not call {self._names[index]}, as in the profile")
         return result
 
     def _leave_prefix(self) -> None:
@@ -124,12 +125,15 @@ class ModelPart:
             return None
         count = self._calls[module] = self._calls.get(module, 0) + 1
         index = self._starts[module].get(count)
+        self._reached.update(() if index is None else (index,))
         if index is not None and index == self._stop:
             tensors = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
             raise _Left(next((tensor for tensor in tensors if tensor.requires_grad), tensors[0]))
         if index == self._range.start and self._prefix is not None:
             self._leave_prefix()
             x = self._input
+            if x is not None and getattr(module, "inplace", False):
+                x = x.clone()  # autograd refuses to change a leaf, and it may be needed again
             return tree_map(lambda e: x if isinstance(e, Tensor) and e.is_meta else e, (args, kwargs))
         return None
 

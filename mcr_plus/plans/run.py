@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mcr_plus.api.collectives import broadcast_object
+from mcr_plus.bucketing.step import model_hash
+from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
@@ -56,7 +59,8 @@ def parallelize(
 ) -> ParallelModel:  # fmt: skip
     """Return the model as a plan says, for this rank: its blocks, and its parts of them.
 
-    Collective over the job. All ranks pass equal models, and the same plan. The model and the optimizer are
+    Collective over the job. All ranks pass equal models; the plan is that of rank 0, as ranks measure other
+    times. The model and the optimizer are
     changed: parameters of other ranks move to the meta device, and the optimizer has this rank's. Batch norm
     and other modules without axes run whole.
 
@@ -85,7 +89,8 @@ def parallelize(
         assert parallel.step(batch) < first
         ```
     """
-    proved = plan if isinstance(plan, ProvedPlan) else prove(plan)
+    first = broadcast_object(plan.plan if isinstance(plan, ProvedPlan) else plan, 0)
+    proved = plan if isinstance(plan, ProvedPlan) and plan.plan is first else prove(first)
     if proved.plan.ranks != get_world_size():
         raise InvalidArgument(f"plan: made for {proved.plan.ranks} ranks; the job has {get_world_size()}")
     if optimizer.state:
@@ -137,6 +142,12 @@ class ParallelModel:
 
     def _check(self) -> None:
         plan = self.plan
+        params = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        trained = ((name, param.shape, dtype_name(param.dtype)) for name, param in params)
+        if model_hash(trained) != plan.profile.model:
+            raise InvalidArgument(
+                "model: its parameters have other names, shapes or dtypes than the profile's"
+            )
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]
             for cut in cuts:
@@ -411,7 +422,7 @@ class ParallelModel:
             graph.dy = self._take((last + 1, graph.micro, graph.slice, True))
         if self.plan.split[last]:
             self._input_alone(graph)
-        else:
+        elif graph.y.requires_grad:  # else its parameters are frozen, and nothing is before it
             roots, gradients = graph.past.gradients()
             torch.autograd.backward([graph.y, *roots], [graph.dy, *gradients])
             graph.past.end()
@@ -437,8 +448,10 @@ class ParallelModel:
     def _weights(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
+        assert graph.y is not None
         if graph.x is None:
-            torch.autograd.backward(graph.y, graph.dy)  # type: ignore[arg-type]
+            if graph.y.requires_grad:
+                torch.autograd.backward(graph.y, graph.dy)
         else:
             stage_backward_weight(self._trained(graph), graph.groups)
         graph.x = graph.y = graph.dy = None

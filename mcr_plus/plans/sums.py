@@ -118,7 +118,6 @@ class GradientBucket:
             param.data = part.view_as(param)
         own = self.values.chunk(self.comm.size)[self.comm.rank]
         self.shard = nn.Parameter(own.clone() if self.held == "parameters" else own)
-        self.shard.grad = self.gradients.chunk(self.comm.size)[self.comm.rank]
         self._nbytes = self.values.untyped_storage().nbytes()
         self.drop()
 
@@ -128,8 +127,10 @@ class GradientBucket:
         return self.params if self.held == "whole" else [self.shard]
 
     def reset(self) -> None:
-        """Set the gradients to 0, before the passes of a step."""
+        """Set the gradients to 0, before the passes of a step; `zero_grad` may have taken them away."""
         self.gradients.zero_()
+        if self.comm is not None and self.held != "whole":
+            self.shard.grad = self.gradients.chunk(self.comm.size)[self.comm.rank]
         for param, view in zip(self.params, self._views, strict=True):
             param.grad = view
 

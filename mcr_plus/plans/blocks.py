@@ -47,7 +47,7 @@ class ModelBlock(StrictModel):
     what several blocks keep counts in the first, and as `saved_before` in the others. `output`, `shape`,
     `dtype`: bytes, shape and dtype of the next block's input. `axes`: how the block may be cut. `shared`:
     parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
-    of the batch. `random`: it draws random numbers.
+    of the batch. `random`: it draws random numbers. `detached`: its output needs no gradient.
     """
 
     name: str
@@ -67,6 +67,7 @@ class ModelBlock(StrictModel):
     shared: tuple[str, ...]
     reads_batch: bool
     random: bool
+    detached: bool = False
 
     @property
     def parameters(self) -> int:

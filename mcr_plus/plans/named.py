@@ -283,12 +283,74 @@ def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int
     return plan
 
 
+def interlaced(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Spread embedding and head over all ranks, between the passes of the stages of 1F1B.
+
+    SuperScaler's interlaced pipeline (arXiv 2301.08984), for large vocabularies. The embedding is cut along
+    its rows, and the head, a linear layer before the loss, along its columns.
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="interlaced")
+    head = len(plan.blocks) - 2
+    if head < 1 or "rows" not in plan.blocks[0].axes or "hidden" not in plan.blocks[head].axes:
+        raise InvalidArgument("interlaced: expected an embedding, other blocks, a linear layer, and a loss")
+    times = [block.forward + block.backward for block in plan.blocks]
+    for index, axis in ((0, "rows"), (head, "hidden")):
+        plan.cut(index, axis, ranks)
+        plan.assign(index, np.arange(ranks))
+        times[index] = 0.0
+    plan.assign(head + 1, ranks - 1)
+    for rank, blocks in enumerate(plan.stages(ranks, times)):
+        stage = range(max(blocks.start, 1), min(blocks.stop, head))
+        plan.assign(stage, rank)
+        timed = []  # by a clock that all ranks share, in passes of a stage
+        for m in range(micro_batches):
+            first, last = 2 * m, 2 * m + ranks
+            timed += [
+                (first - 0.5, F(0, m)),
+                (first + rank, F(stage, m)),
+                (last - 0.5, F([head, head + 1], m)),
+            ]
+            timed += [(last - 0.4, B([head, head + 1], m)), (last + ranks - 1 - rank, B(stage, m))]
+            timed.append((last + ranks - 0.5, B(0, m)))
+        plan.order(rank, [step for _, step in sorted(timed, key=lambda pair: pair[0])])
+    return plan
+
+
+def three_f_one_b(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Send each micro-batch through the stages several times, of which the last has a backward pass.
+
+    SuperScaler's 3F1B (arXiv 2301.08984), for models that recycle their output as AlphaFold2 does: the chain
+    has all passes, and the blocks of those without gradients are `detached`, or "block (2)" and so on.
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="three_f_one_b")
+    bases = [block.name.partition(" (")[0] for block in plan.blocks]
+    times = [0.0 if block.detached else block.forward + block.backward for block in plan.blocks]
+    stages = plan.stages(ranks, times)
+    rank_of = {bases[block]: rank for rank, stage in enumerate(stages) for block in stage}  # of the last pass
+    chunks: list[list[int]] = []
+    for index, base in enumerate(bases):
+        plan.assign(index, rank_of[base])
+        if chunks and rank_of[bases[index - 1]] == rank_of[base]:
+            chunks[-1].append(index)
+        else:
+            chunks.append([index])
+    passes = max(bases.count(base) for base in bases)
+    timed = []
+    for m in range(micro_batches):
+        for number, chunk in enumerate(chunks):
+            timed.append(((passes + 1) * m + number, F(chunk, m)))
+            timed.append(((passes + 1) * m + 2 * len(chunks) - number, B(chunk, m)))
+    plan.order(range(ranks), [step for _, step in sorted(timed, key=lambda pair: pair[0])])
+    return plan
+
+
 NAMED: Final[dict[str, Callable[..., ModelPlan]]] = {
     each.__name__: each
     for each in (
         data_parallel, zero1, zero3, tensor_parallel, sequence_parallel, co_shard, spatial,
         splitbrain, expert_parallel, tables_parallel,
         gpipe, one_f_one_b, eager_1f1b, zero_bubble, interleaved, terapipe,
+        interlaced, three_f_one_b,
     )
 }  # fmt: skip
 """Plans by name."""

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -80,13 +79,10 @@ class ModelPart:
         """
         self._range, self._stop, self._input, self._calls = blocks, blocks.stop, x, {}
         self.whole.take(batch)
-        grads = torch.is_grad_enabled()
         if blocks.start:
-            torch.set_grad_enabled(False)
             self._prefix = _OnMeta()
             self._prefix.__enter__()  # type: ignore[no-untyped-call]
             _OnMeta.in_use = True
-        self._grads = grads
         try:
             result: Tensor = self.whole()
         except _Left as left:
@@ -103,7 +99,6 @@ class ModelPart:
         if self._prefix is not None:
             self._prefix.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._prefix, _OnMeta.in_use = None, False
-            torch.set_grad_enabled(self._grads)
 
     def _at_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._range:

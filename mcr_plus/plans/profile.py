@@ -268,7 +268,7 @@ class _Pass:
     def __init__(self, whole: WholeModel, segments: Sequence[_Segment], *, saved: bool = False) -> None:
         firsts = [segment.members[0] for segment in segments]
         self._cuts = {call.number: (index, call.cut) for index, call in enumerate(firsts) if index}
-        self._whole, self._ready = whole, dict[int, float]()
+        self._whole, self._ready, self.needs_gradient = whole, dict[int, float](), dict[int, bool]()
         self.saved, self.saved_before = [0] * len(segments), [0] * len(segments)
         self._keepers = {_key(own): -1 for own in (*whole.parameters(), *whole.buffers())}
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t) if saved else nullcontext():
@@ -297,7 +297,9 @@ class _Pass:
         index, cut = self._cuts.get(self._count, (0, None))
         self._count += 1
         if index:
-            if cut is not None and tensors[cut].requires_grad:
+            needs_gradient = cut is not None and tensors[cut].requires_grad
+            self.needs_gradient.setdefault(index - 1, needs_gradient)  # not of the pass without a graph
+            if cut is not None and needs_gradient:
                 tensors[cut].register_hook(lambda _: self._ready.update({index: self._whole.now()}))
             self._marks.append(self._whole.now())
 
@@ -505,6 +507,7 @@ def profile(
             shared=tuple(names[param] for param, used in users.items() if len(used) > 1 and index in used),
             reads_batch=index > 0 and any(time in segment.times for v in data for time, _ in v.uses),
             random=any(time in segment.times for time in flow.random),
+            detached=not first.needs_gradient.get(index, True),
         ))  # fmt: skip
     trained = (
         (name, p.shape, dtype_name(p.dtype)) for name, p in model.named_parameters() if p.requires_grad

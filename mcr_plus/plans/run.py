@@ -277,7 +277,7 @@ class ParallelModel:
 
     def _is_one(self, before: PlanTask, after: PlanTask, pairs: set[tuple[PlanTask, PlanTask]]) -> bool:
         plan, block = self.plan, after.block
-        if plan.split[block] != plan.split[block - 1] or "parameters" in (
+        if plan.kinds(block) != plan.kinds(block - 1) or "parameters" in (
             plan.held[block],
             plan.held[block - 1],
         ):
@@ -362,9 +362,11 @@ class ParallelModel:
     def _forward(self, graph: BlockGraph) -> None:
         first, last = graph.blocks[0], graph.blocks[-1]
         buckets = self._gathered(graph)
+        alone = self.plan.blocks[last].detached
         if first:
-            graph.x = self._take((first, graph.micro, graph.slice, False)).requires_grad_()
-        again = self.plan.recomputed[first]
+            x = self._take((first, graph.micro, graph.slice, False))
+            graph.x = x.requires_grad_(not self.plan.blocks[first - 1].detached)
+        again = self.plan.recomputed[first] or alone
         with torch.set_grad_enabled(not again):
             y = self._run(graph)
         is_loss = last == len(self.plan.blocks) - 1
@@ -380,6 +382,7 @@ class ParallelModel:
                 )
             self._made[last + 1, graph.micro, graph.slice, False] = y.detach()
         graph.y = None if again else y
+        graph.x = None if alone else graph.x
         for bucket in buckets:
             bucket.drop()
 
@@ -399,7 +402,7 @@ class ParallelModel:
             roots, gradients = graph.past.gradients()
             torch.autograd.backward([graph.y, *roots], [graph.dy, *gradients])
             graph.past.end()
-        if graph.x is not None:
+        if graph.x is not None and graph.x.requires_grad:
             assert graph.x.grad is not None
             self._made[graph.blocks[0], graph.micro, graph.slice, True] = graph.x.grad
         if not self.plan.split[last]:
@@ -410,7 +413,7 @@ class ParallelModel:
     def _input_alone(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
-        if graph.x is None:
+        if graph.x is None or not graph.x.requires_grad:
             return  # all of it is left for W
         assert graph.y is not None
         assert graph.dy is not None
@@ -421,7 +424,7 @@ class ParallelModel:
     def _weights(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        if graph.x is None:
+        if graph.x is None or not graph.x.requires_grad:
             torch.autograd.backward(graph.y, graph.dy)  # type: ignore[arg-type]
         else:
             stage_backward_weight(self._trained(graph), graph.groups)

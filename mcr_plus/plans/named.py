@@ -291,7 +291,8 @@ def interlaced(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPla
     """
     plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="interlaced")
     head = len(plan.blocks) - 2
-    if head < 1 or "rows" not in plan.blocks[0].axes or "hidden" not in plan.blocks[head].axes:
+    hidden = plan.blocks[max(head, 0)].axes.get("hidden")
+    if head < 1 or "rows" not in plan.blocks[0].axes or hidden is None or hidden.how != "columns":
         raise InvalidArgument("interlaced: expected an embedding, other blocks, a linear layer, and a loss")
     times = [block.forward + block.backward for block in plan.blocks]
     for index, axis in ((0, "rows"), (head, "hidden")):

@@ -92,7 +92,7 @@ def all_reduce(
         work.wait()
         ```
     """
-    # `_of(None)` without a call, because this is the most frequent operation.
+    # Here and below `_of(None)` without a call, and no empty keywords: much of a small call is Python.
     comm = (job.communicator or _of(None)) if group is None else _of(group)
     return comm.all_reduce(tensor, op, async_op, backend=backend, compress=compress, tag=tag, sums=sums)
 
@@ -120,7 +120,10 @@ def broadcast(
         assert x.tolist() == [0.0, 1.0, 2.0]
         ```
     """
-    return _of(group).broadcast(tensor, src, async_op, **options)
+    if options:
+        return _of(group).broadcast(tensor, src, async_op, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.broadcast(tensor, src, async_op)
 
 
 def reduce(
@@ -149,7 +152,10 @@ def reduce(
         assert x.tolist() == [2, 2]  # 1 × 2 on rank 0, and rank 1 has kept its 2
         ```
     """
-    return _of(group).reduce(tensor, dst, op, async_op, **options)
+    if options:
+        return _of(group).reduce(tensor, dst, op, async_op, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.reduce(tensor, dst, op, async_op)
 
 
 def all_gather(
@@ -204,7 +210,10 @@ def all_gather_into_tensor(
         assert whole[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
         ```
     """
-    return _of(group).all_gather_into_tensor(output, input, async_op, **options)
+    if options:
+        return _of(group).all_gather_into_tensor(output, input, async_op, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.all_gather_into_tensor(output, input, async_op)
 
 
 def all_gather_v(
@@ -291,7 +300,10 @@ def reduce_scatter_tensor(
         assert y.tolist() == ([0.0, 1.0] if mcr.get_rank() == 0 else [2.0, 3.0])
         ```
     """
-    return _of(group).reduce_scatter_tensor(output, input, op, async_op, **options)
+    if options:
+        return _of(group).reduce_scatter_tensor(output, input, op, async_op, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.reduce_scatter_tensor(output, input, op, async_op)
 
 
 def reduce_scatter_v(
@@ -386,8 +398,11 @@ def all_to_all_single(
         assert received[:, 0].tolist() == [0.0] * (1 + rank) + [1.0] * (1 + rank)
         ```
     """
-    sizes = output_split_sizes, input_split_sizes
-    return _of(group).all_to_all_single(output, input, *sizes, async_op, **options)
+    if options:
+        sizes = output_split_sizes, input_split_sizes
+        return _of(group).all_to_all_single(output, input, *sizes, async_op, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
 def gather(
@@ -532,7 +547,8 @@ def barrier(
         work.wait()
         ```
     """
-    return _of(group).barrier(async_op, backend=backend, tag=tag)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.barrier(async_op, backend=backend, tag=tag)
 
 
 def all_reduce_coalesced(
@@ -649,7 +665,10 @@ def send(
             mcr.recv(x, 0, tag=7)
         ```
     """
-    _of(group).send(tensor, dst, tag, **options)
+    if options:
+        return _of(group).send(tensor, dst, tag, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.send(tensor, dst, tag)
 
 
 def recv(
@@ -683,7 +702,10 @@ def recv(
             mcr.send(x, 0)
         ```
     """
-    _of(group).recv(tensor, src, tag, **options)
+    if options:
+        return _of(group).recv(tensor, src, tag, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.recv(tensor, src, tag)
 
 
 def isend(
@@ -714,7 +736,10 @@ def isend(
         assert y.tolist() == [1.0 - rank] * 2
         ```
     """
-    return _of(group).isend(tensor, dst, tag, **options)
+    if options:
+        return _of(group).isend(tensor, dst, tag, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.isend(tensor, dst, tag)
 
 
 def irecv(
@@ -749,7 +774,10 @@ def irecv(
             mcr.send(x, 0)
         ```
     """
-    return _of(group).irecv(tensor, src, tag, **options)
+    if options:
+        return _of(group).irecv(tensor, src, tag, **options)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
+    return comm.irecv(tensor, src, tag)
 
 
 def batch_isend_irecv(p2p_ops: Sequence[P2POp], group: Communicator | None = None) -> list[Work]:

@@ -4,6 +4,8 @@ Arrays contain one representative of equivalent ranks, queues or links, see `net
 The next event is the end of an operation or of a rank's computation; all other events follow from these. One
 indexed heap contains both kinds, so a step of E events takes O(E log E). When an operation begins or ends,
 rates are recomputed only for operations that share links with it, directly or indirectly.
+
+Long because the loop over events is one function, as numba needs it.
 """
 
 from __future__ import annotations
@@ -98,14 +100,19 @@ class Ran(NamedTuple):
     blocked: NDArray[np.bool_]
 
 
-def run(programs: Programs, of_rank: Ints, queue_of: Ints, queues: Queues, shares: LinkShares) -> Ran:
+def run(
+    programs: Programs, of_rank: Ints, queue_of: Ints, queues: Queues, shares: LinkShares,
+    node_of: Ints | None = None, cores: float = np.inf,
+) -> Ran:  # fmt: skip
     """Simulate a step.
 
     Args:
         programs: programs of all ranks. of_rank: program of each rank. queue_of: [ranks, slots] of int64,
-            queue of each slot, -1 for none. queues, shares: see `Queues` and `LinkShares`.
+            queue of each slot, -1 for none. queues, shares: see `Queues` and `LinkShares`. node_of: node of
+            each rank; None: one node. cores: of a node; if more of its ranks compute, they share them.
     """
-    return Ran(*_run(programs, of_rank, queue_of, queues, shares))
+    nodes = np.zeros(len(of_rank), np.int64) if node_of is None else node_of
+    return Ran(*_run(programs, of_rank, queue_of, queues, shares, nodes, float(cores)))
 
 
 def prepare() -> None:
@@ -253,7 +260,7 @@ def _share_connections(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untyped-def] # noqa: C901
+def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: ignore[no-untyped-def] # noqa: C901
     # One function: numba counts references to array arguments, and its parts share about forty arrays.
     ranks, slots = queue_of.shape
     count = len(queues.begins) - 1
@@ -292,6 +299,8 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
     found, stamp = np.zeros(count, np.int64), np.zeros(count, np.int64)
     nearby, link_stamp = np.zeros(links, np.int64), np.zeros(links, np.int64)
     local = np.zeros(links, np.int64)
+    active = np.zeros(ranks, np.int64)  # computing ranks of each node
+    is_full = cores < ranks  # ranks of a node may have to share its cores
     turn = 0
     now = 0.0
     ended = -1  # queue whose operation has just ended
@@ -313,10 +322,12 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
                     if programs.value[event] > 0.0:
                         state[r] = _COMPUTING
                         left[r], since[r] = programs.value[event], now
-                        if not is_dirty[r]:
-                            is_dirty[r] = True
-                            dirty[changed] = r
-                            changed += 1
+                        active[node_of[r]] += 1
+                        for other in range(ranks) if is_full else range(r, r + 1):
+                            if node_of[other] == node_of[r] and not is_dirty[other]:
+                                is_dirty[other] = True
+                                dirty[changed] = other
+                                changed += 1
                         break
                 elif code == ISSUE:
                     issued[r, programs.slot[event]] += 1
@@ -448,6 +459,8 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
                     taken += speed[q] * queues.share[queues.begins[q] + head[q]]
             left[r] = max(left[r] - rate[r] * (now - since[r]), 0.0)
             rate[r], since[r] = max(1.0 - taken, 0.0), now
+            if active[node_of[r]] > cores:
+                rate[r] *= cores / active[node_of[r]]
             _set(keys, heap, place, count + r, now + left[r] / rate[r] if rate[r] > 0.0 else np.inf)
         changed = 0
 
@@ -464,6 +477,12 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
             left[r] = 0.0
             todo[more] = r
             more += 1
+            active[node_of[r]] -= 1
+            for other in range(ranks) if is_full else range(0):
+                if node_of[other] == node_of[r] and not is_dirty[other]:
+                    is_dirty[other] = True
+                    dirty[changed] = other
+                    changed += 1
             continue
         q = item
         operation = queues.begins[q] + head[q]

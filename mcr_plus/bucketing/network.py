@@ -286,6 +286,7 @@ class _Simulation:
     # -- running ------------------------------------------------------------------------------------------
 
     def timeline(self, *, fold: bool) -> Timeline:
+        fold = fold and not self.costs.topology.is_full
         rank_of, queue_rep, link_rep, links = self._colours(fold=fold)
         ranks, queues = np.unique(rank_of), np.unique(queue_rep)
         rank_at = np.searchsorted(ranks, rank_of)
@@ -295,10 +296,15 @@ class _Simulation:
         made = self._queues(queues, members)
         shares = self._shares(queues, queue_at, link_rep, links)
         programs = joined(self.programs)
-        ran = events.run(programs, self.of_rank[ranks], queue_of, made, shares)
+        ran = events.run(programs, self.of_rank[ranks], queue_of, made, shares, *self._cores(ranks))
         course = SimulationResult(self, ranks, queues, queue_of, programs, made, shares, ran)
         course.check_end()
         return course.timeline()
+
+    def _cores(self, ranks: Ints) -> tuple[Ints, float]:
+        """Return the node of each rank, and the cores of a node."""
+        topology = self.costs.topology
+        return ranks // topology.ranks_per_node, topology.cores or np.inf
 
     def _members(self, queues: Ints, rank_at: Ints) -> list[tuple[Ints, Ints]]:
         """Return the distinct members of each queue: representative ranks, and their slots."""

@@ -2,6 +2,7 @@
 
     nodes: 8
     ranks_per_node: 4
+    cores: 2                                                # of a node, if ranks share them
     links:
       inside: {rate: 50GB/s, latency: 2us}                  # between ranks of a node; of each rank
       nic: {rate: 100Gbit/s, latency: 5us, per: node}       # between nodes; of each node, or of each rank
@@ -108,11 +109,15 @@ class Links(_ClusterPart):
 
 
 class Topology(_ClusterPart):
-    """Nodes with ranks, connected by links; the module's docstring has an example of a file."""
+    """Nodes with ranks, connected by links; the module's docstring has an example of a file.
+
+    `cores`: number of ranks of a node that compute at full speed; None: all.
+    """
 
     version: Literal[1] = 1
     nodes: Count
     ranks_per_node: Count = 1
+    cores: Count | None = None
     links: Links = Links()
     _source: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -163,6 +168,11 @@ class Topology(_ClusterPart):
             where[keys[-1]] = int(value) if value.isascii() and value.isdigit() else value
             found = Topology._of(dict_document(data, change))
         return found
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether ranks of a node share its cores."""
+        return self.cores is not None and self.cores < self.ranks_per_node
 
     @property
     def ranks(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +21,16 @@ if TYPE_CHECKING:
 
 def plan(
     step: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(help="A step.json, or traces: of all ranks (files or a folder), or of one."),
-    ],
+    ] = None,
+    parallel: Annotated[
+        Path | None,
+        typer.Option(help="Instead, a profile of a model: search for stages, data and tensor parallelism."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="With --parallel: most bytes of a rank, such as 2GiB.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Pipeline YAML; its table has costs.")
     ] = None,
@@ -43,7 +51,27 @@ def plan(
     report: Annotated[Path | None, typer.Option(help="Write a report as HTML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Search for the best buckets of a captured step; predict its time, a bound, and gains of changes."""
+    """Search for the best buckets of a captured step; predict its time, a bound, and gains of changes.
+
+    With --parallel, search for a plan of a whole model on a cluster.
+    """
+    if parallel is not None:
+        from mcr_plus.cli.parallel_plan import plan_parallel
+
+        given = {"STEP": step, "--measured-on": measured_on, "--what-if": what_if}
+        for name in [name for name, value in given.items() if value]:
+            raise typer.BadParameter("does not go with --parallel", param_hint=name)
+        plan_parallel(parallel, config, ranks, topology, memory, output, report, as_json=as_json)
+        return
+    if not step or memory is not None:
+        raise typer.BadParameter("expected a step, or --parallel with a profile; --memory is for the latter")
+    _plan_step(step, config, ranks, topology, measured_on, what_if or (), output, report, as_json=as_json)
+
+
+def _plan_step(
+    step: list[Path], config: Path | None, ranks: int | None, topology: Path | None, measured_on: Path | None,
+    what_if: Sequence[str], output: Path | None, report: Path | None, *, as_json: bool,
+) -> None:  # fmt: skip
     from mcr_plus.bucketing.advise import advise
     from mcr_plus.bucketing.traces import load_step
     from mcr_plus.config.reader import load
@@ -61,7 +89,7 @@ def plan(
         costs = _costs(captured, pipeline, topology, measured_on)
         codec, notes = _codec(captured, pipeline)
         captured = replace(captured, notes=(*captured.notes, *notes))
-        advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
+        advice = advise(captured, costs, ranks=ranks, what_ifs=what_if, codec=codec)
     except McrError as error:
         _print_notes(captured)  # for example, an unknown operation may be the reason
         if not isinstance(error, InvalidArgument):

@@ -149,7 +149,10 @@ def _pinned(tensor: torch.Tensor) -> Any:
 
     `tensor.resize_` raises from now on; after `tensor.data = other` the old memory stays in use.
     """
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.is_cpu else None
+    if not tensor.is_cpu:
+        return None
+    # Not a view of the tensor, whose strides may be any.
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
 
 
 def _bound(now: Prepared, later: Prepared, given: Sequence[torch.Tensor]) -> tuple[Any, Any]:

@@ -31,35 +31,47 @@ class Axis(StrictModel):
     - `gather`: parts need data of the others: in attention, keys and values;
     - `halo`: parts need their neighbours' borders;
     - `exchange`: elements go to the parts that they choose, and back (all_to_all).
+
+    Of what a cut of parameters divides: bytes of activations that are `saved`, of `params`, and of its
+    `input`.
     """
 
     dims: tuple[Annotated[int, Field(ge=0, lt=64)], ...]
     parts: tuple[_Parts, ...] = Field(min_length=1)
     how: How
+    saved: Bytes = 0
+    params: Bytes = 0
+    input: Bytes = 0
 
 
 class ModelBlock(StrictModel):
     """One or several modules with one tensor as input, and what their parent computes up to the next block.
 
-    `name`, `kind`: of the modules. `forward`, `backward`: seconds. `recompute`: seconds of a forward pass
+    `name`, `kind`: of the modules. `forward`, `backward`: seconds; `forward_fixed`, `backward_fixed`: of
+    these, what parts of the batch take, too, however small. `recompute`: seconds of a forward pass
     without a graph: what recomputing the block adds to a step. `params`: bytes of its parameters by name.
     `gradients`, `optimizer` (state): bytes. `saved`: bytes kept for the backward pass, without parameters;
     what several blocks keep counts in the first, and as `saved_before` in the others. `output`, `shape`,
     `dtype`: bytes, shape and dtype of the next block's input. `axes`: how the block may be cut. `shared`:
     parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
-    of the batch. `random`: it draws random numbers. `detached`: its output needs no gradient.
+    of the batch. `random`: it draws random numbers. `transient`: bytes that a pass needs beyond those.
+    `through`: bytes of the outputs of modules with parameters. `detached`: its output needs no gradient.
     """
 
     name: str
     kind: str
     forward: Seconds
     backward: Seconds
+    forward_fixed: Seconds
+    backward_fixed: Seconds
     recompute: Seconds
     params: dict[str, Bytes]
     gradients: Bytes
     optimizer: Bytes
     saved: Bytes
     saved_before: Bytes
+    transient: Bytes
+    through: Bytes
     output: Bytes
     shape: tuple[_Length, ...]
     dtype: str

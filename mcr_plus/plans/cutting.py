@@ -8,7 +8,7 @@ backward pass, so that the activations of one part at a time are kept (co-shard)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -18,15 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import Unsupported
 from mcr_plus.plans.part import on_meta, run_whole_before
-from mcr_plus.plans.profile import inner_axes
+from mcr_plus.plans.profile import HEADS, inner_axes
 from mcr_plus.plans.tensors import part_of
 
 Move = Callable[[Tensor], Tensor]
-_COUNTS: Final = (
-    "heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "kv_heads", "num_kv_heads",
-    "n_kv_heads", "num_key_value_heads",
-)  # fmt: skip
-"""Attributes of attention that are divided with its heads."""
 
 
 class ParameterCut(NamedTuple):
@@ -64,7 +59,8 @@ def cut_parameters(module: nn.Module, axis: str, count: int) -> dict[str, Parame
     found = {f"{last}.weight": ParameterCut(1)}
     for name in firsts:
         sections, rest = divmod(layers[name].out_features, width)
-        if (rest and sections) or layers[name].out_features % count:
+        grouped = axis == "heads" and len({getattr(module, each, None) for each in HEADS} - {None}) > 1
+        if (sections and rest) or (sections > 1 and grouped) or layers[name].out_features % count:
             raise Unsupported(f"{name}: {layers[name].out_features} outputs do not consist of {count} {axis}")
         for key in ("weight", "bias"):
             if getattr(layers[name], key) is not None:
@@ -98,7 +94,7 @@ class CutModule(nn.Module):
         self.units = [(low - own[0], high - own[0]) for low, high in parts]
         self.count, self.cuts = own[1] - own[0], cuts
         self.counts = {
-            name: getattr(module, name) for name in _COUNTS if axis == "heads" and hasattr(module, name)
+            name: getattr(module, name) for name in HEADS if axis == "heads" and hasattr(module, name)
         }
         self.first_row = own[0] * (getattr(module, "num_embeddings", 0) // count) if axis == "rows" else None
         kids = [kid for kid in module.children() if isinstance(kid, nn.Linear)]

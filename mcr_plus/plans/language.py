@@ -138,7 +138,7 @@ class ModelPlan:
             return [length * (number + 1) // self.slices for number in range(self.slices)]
         if min(_count(each, "slices") for each in given) and sum(given) != length:
             raise InvalidArgument(f"slices: {short(given)}; expected lengths that add up to {length}")
-        return np.cumsum(given).tolist()
+        return [int(end) for end in np.cumsum(given)]
 
     # -- transform ------------------------------------------------------------------------------------------
 

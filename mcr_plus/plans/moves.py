@@ -29,8 +29,7 @@ def moves(proved: ProvedPlan, block: int, axis: int, rank: int, comms: Comms) ->
     ranks = peers(plan, block, axis, rank)
     if plan.how(block, cut) == "columns" or len(ranks) == 1:
         return _same, _same
-    comm, name = comms[ranks], plan.blocks[block].name
-    tag = f"plan.{name}.sums"
+    comm, tag = comms[ranks], "plan.sums"
     if cut.outside is None:
         return (
             partial(autograd.replicate, group=comm, tag=tag),

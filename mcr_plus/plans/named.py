@@ -161,8 +161,9 @@ def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 
         if inner := [
             axis for axis in ("heads", "hidden") if axis in block.axes and block.axes[axis].how == "sum"
         ]:
-            plan.cut(index, inner, parts)
-        plan.assign(index, np.repeat(np.arange(ranks), parts) if inner else np.arange(ranks))
+            plan.cut(index, inner, min(parts, *(block.axes[axis].parts[0] for axis in inner)))
+        each = int(np.prod(plan.parts(index))) // ranks
+        plan.assign(index, np.repeat(np.arange(ranks), each))
     return plan
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +19,11 @@ from torch.utils._pytree import tree_map
 
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.plans.blocks import Profile
-from mcr_plus.plans.profile import WholeModel, tensors_in
+from mcr_plus.plans.whole import WholeModel, tensors_in
 
 
-class _Left(Exception):
-    """The pass has reached the end of its blocks, with this tensor."""
+class _Left(BaseException):
+    """The pass has reached the end of its blocks, with this tensor; the model's handlers let it through."""
 
 
 class _OnMeta(TorchFunctionMode):
@@ -86,6 +87,10 @@ class ModelPart:
             if first not in modules:
                 raise InvalidArgument(f"model: no module {first!r}, which the profile has")
             self._starts.setdefault(modules[first], {})[int(count or 1)] = index
+        for name in (name for block in self._names for name in block.split(" + ")):
+            module = modules.get(name)
+            if module is not None and "forward" not in vars(module):
+                module.forward = partial(self._forward, module.forward, {})
         for module in self._starts:
             module.register_forward_pre_hook(self._at_module, prepend=True, with_kwargs=True)
 
@@ -125,6 +130,15 @@ class ModelPart:
                 self._is_used_later[self._range] = self._prefix.is_used
             self._prefix.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._prefix, _OnMeta.in_use = None, False
+
+    def _forward(self, forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a module; before the blocks of a pass, only once for the shapes of its input."""
+        if self._prefix is None:
+            return forward(*args, **kwargs)
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs)))
+        if shapes not in known:
+            known[shapes] = forward(*args, **kwargs)
+        return known[shapes]
 
     def _at_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._range:

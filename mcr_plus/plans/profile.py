@@ -11,20 +11,17 @@ Long because what follows tensors, what cuts and what measures share its values.
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import gcd
 from statistics import median
-from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcr_plus.bucketing.step import model_hash
@@ -32,7 +29,10 @@ from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
+from mcr_plus.plans.measuring import AxisBytes, Boundary, MeasuredPass, state_bytes
+from mcr_plus.plans.whole import LossFunction, WholeModel, nbytes_of, rows_of, tensors_in
 
+_FEW: Final = 4  # part of the batch whose times are measured, too
 _CONSTANT, _BATCH, _PARAMETER, _COMPUTED = range(4)  # what a tensor depends on; the higher one counts
 
 
@@ -70,77 +70,6 @@ class _Segment(NamedTuple):
     times: range
 
 
-class LossFunction(nn.Module):
-    """A loss function as a module."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.forward = function
-
-
-class WholeModel(nn.Module):
-    """Model and loss, and the batch of the next pass."""
-
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss if loss is None or isinstance(loss, nn.Module) else LossFunction(loss)
-        self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-
-    def take(self, batch: Any) -> None:
-        """Set the batch: the model's input, or with a loss a pair of input and target."""
-        pair = self.loss is not None and isinstance(batch, tuple | list) and len(batch) == 2
-        given: Any = batch[0] if pair else batch
-        self.target = batch[1:] if pair else ()
-        self.kwargs = given if isinstance(given, Mapping) else {}
-        self.inputs = given if isinstance(given, tuple | list) else () if self.kwargs else (given,)
-
-    def forward(self) -> Tensor:
-        """Return the loss, or the model's output without one."""
-        result: Any = self.model(*self.inputs, **self.kwargs)
-        if self.loss is not None:
-            result = self.loss(result, *self.target)
-        if not isinstance(result, Tensor):
-            raise Unsupported(
-                f"{'model' if self.loss is None else 'loss'}: its output is a {type(result).__name__}; "
-                "expected a tensor, or `loss`, a function that makes one of the model's output"
-            )
-        return result
-
-    def run(self, enter: Callable[..., None], leave: Callable[..., Any]) -> Tensor:
-        """Run a pass, and tell of each module and its tensors."""
-
-        def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
-            enter(module, tensors_in((args, kwargs)))
-
-        hooks = [each.register_forward_pre_hook(tell, with_kwargs=True) for each in self.modules()]
-        hooks += [each.register_forward_hook(leave) for each in self.modules()]
-        try:
-            return self()  # type: ignore[no-any-return]
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def now(self) -> float:
-        """Return the time at which the device is done, in seconds."""
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize(self.device)
-        return perf_counter()
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Restore buffers and random numbers afterwards."""
-        before = [(buffer, buffer.clone()) for buffer in self.buffers()]
-        on_cpu = self.device.type == "cpu"
-        devices, kind = ([], "cuda") if on_cpu else ([self.device.index or 0], self.device.type)
-        with torch.random.fork_rng(devices, device_type=kind):
-            try:
-                yield
-            finally:
-                for buffer, kept in before:
-                    buffer.data.copy_(kept)
-
-
 class _Flow(TorchDispatchMode):
     """Follows the tensors of a pass, and finds the blocks."""
 
@@ -173,7 +102,7 @@ class _Flow(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, origin: int) -> _Value:
         maker = self._stack[-1].name if self._stack else "the batch"
-        value = _Value(tuple(tensor.shape), tensor.dtype, _nbytes(tensor), self.time, maker, origin)
+        value = _Value(tuple(tensor.shape), tensor.dtype, nbytes_of(tensor), self.time, maker, origin)
         self.known[tensor] = value
         self.values.append(value)
         return value
@@ -259,91 +188,6 @@ class _Flow(TorchDispatchMode):
         return [each for kid in starts for each in self._starts(kid, expanded)]
 
 
-# -- measuring ----------------------------------------------------------------------------------------------
-
-
-class _Pass:
-    """A forward and a backward pass, and a forward pass without a graph: seconds and bytes by block."""
-
-    def __init__(self, whole: WholeModel, segments: Sequence[_Segment], *, saved: bool = False) -> None:
-        firsts = [segment.members[0] for segment in segments]
-        self._cuts = {call.number: (index, call.cut) for index, call in enumerate(firsts) if index}
-        self._whole, self._ready, self.needs_gradient = whole, dict[int, float](), dict[int, bool]()
-        self.saved, self.saved_before = [0] * len(segments), [0] * len(segments)
-        self._keepers = {_key(own): -1 for own in (*whole.parameters(), *whole.buffers())}
-        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t) if saved else nullcontext():
-            result, self.forward = self._run()
-        trained = [param for param in whole.parameters() if param.requires_grad]
-        begin = whole.now()
-        # Not `backward()`: hooks of ready gradients would communicate, and the program's gradients change.
-        given = torch.autograd.grad(result, trained, torch.ones_like(result), allow_unused=True)
-        end = whole.now()
-        self.gradients = {param: each for param, each in zip(trained, given, strict=True) if each is not None}
-        ready = [*(self._ready.get(index, end) for index in range(len(segments))), begin]
-        # Hooks of one tensor, which a block has handed through, run in the order of the blocks.
-        self.backward = [max(late - early, 0.0) for late, early in pairwise(ready)]
-        with torch.no_grad():
-            self.recompute = self._run()[1]
-
-    def _run(self) -> tuple[Tensor, list[float]]:
-        self._count, self._marks = 0, [self._whole.now()]
-        result = self._whole.run(self._enter, lambda *_: None)
-        self._marks.append(self._whole.now())
-        if len(self._marks) != len(self.saved) + 1:
-            raise Unsupported("model: it calls other modules from pass to pass; expected the same modules")
-        return result, [late - early for early, late in pairwise(self._marks)]
-
-    def _enter(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:  # noqa: ARG002
-        index, cut = self._cuts.get(self._count, (0, None))
-        self._count += 1
-        if index:
-            needs_gradient = cut is not None and tensors[cut].requires_grad
-            self.needs_gradient.setdefault(index - 1, needs_gradient)  # not of the pass without a graph
-            if cut is not None and needs_gradient:
-                tensors[cut].register_hook(lambda _: self._ready.update({index: self._whole.now()}))
-            self._marks.append(self._whole.now())
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        index, keeper = len(self._marks) - 1, self._keepers.get(_key(tensor))
-        if keeper not in {-1, index}:
-            (self.saved if keeper is None else self.saved_before)[index] += _key(tensor)[1]
-            self._keepers[_key(tensor)] = index
-        return tensor
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, gradients: Mapping[Any, Tensor]) -> dict[Any, int]:
-    """Return the bytes of the state by parameter; where there is none yet, that of a step with zeros."""
-    sizes: dict[Any, int] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state.get(param)
-            if not state and param in gradients:
-                twin: Any = copy.copy(optimizer)
-                like = torch.zeros_like(param).requires_grad_()
-                like.grad = torch.zeros_like(gradients[param])
-                twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [like]}]
-                twin.step()
-                state = twin.state[like]
-            sizes[param] = sum(map(_nbytes, tensors_in(state)))
-    return sizes
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-    return sum(part.numel() * part.element_size() for part in parts)
-
-
-def _key(tensor: Tensor) -> tuple[int, int]:
-    """Return address and bytes of a tensor's storage."""
-    storage = (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
-    return storage._cdata, storage.nbytes()
-
-
 # -- axes ---------------------------------------------------------------------------------------------------
 
 _Cuts = dict[str, Any]
@@ -352,7 +196,9 @@ _LONG: Final = ("batch", "sequence", "space")
 _TOKENS: Final = {"batch": "split", "sequence": "split"}
 _SPACE: Final = {"batch": "split", "space": "halo"}
 _LOSSES: Final = ("LossFunction", "CrossEntropyLoss", "MSELoss", "L1Loss", "BCEWithLogitsLoss")
-_POINTS: Final = {"ReLU", "LeakyReLU", "GELU", "SiLU", "Dropout"}
+_POINTS: Final = {
+    "ReLU", "LeakyReLU", "ELU", "GELU", "SiLU", "Tanh", "Sigmoid", "Softplus", "Identity", "Dropout",
+}  # fmt: skip
 _LEAVES: Final[dict[str, _Cuts]] = {
     "Linear": {**_TOKENS, "hidden": ("out_features", "columns")},
     "Embedding": {**_TOKENS, "hidden": ("embedding_dim", "columns"), "rows": ("num_embeddings", "sum")},
@@ -367,13 +213,20 @@ _LEAVES: Final[dict[str, _Cuts]] = {
 """Cuts of classes, and the attributes with the numbers of parts."""
 
 
+HEADS: Final = (
+    "heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "kv_heads", "num_kv_heads",
+    "n_kv_heads", "num_key_value_heads",
+)  # fmt: skip
+"""Attributes of attention with numbers of heads, which are divided together."""
+
+
 def inner_axes(module: nn.Module) -> _Cuts:
     """Return how the parameters of attention, experts and MLPs may be cut."""
     kids = dict(module.named_children())
     linears = [kid for kid in kids.values() if isinstance(kid, nn.Linear)]
-    for name in ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads"):
-        if linears and type(count := getattr(module, name, None)) is int:
-            return {"heads": (count, "sum")}
+    counts = [count for name in HEADS if type(count := getattr(module, name, None)) is int]
+    if linears and counts:
+        return {"heads": (gcd(*counts), "sum")}  # heads that share keys and values stay together
     gate = kids.get("gate", kids.get("router"))
     if isinstance(gate, nn.Linear) and any(isinstance(kid, nn.ModuleList) for kid in kids.values()):
         return {"experts": (gate.out_features, "exchange")}
@@ -408,7 +261,13 @@ def _together(each: Sequence[_Cuts]) -> _Cuts:
     return both | {axis: cut for axis, cut in inner if cut[1] in {"sum", "exchange"}}
 
 
-def _axes(segment: _Segment, output: _Value) -> dict[str, Axis]:
+def _divided(module: nn.Module) -> list[str]:
+    """Return the axes of parameters along which a module is cut as a whole."""
+    cuts = getattr(module, "mcr_axes", None) or inner_axes(module)
+    return [axis for axis in cuts if axis not in _LONG]
+
+
+def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> dict[str, Axis]:
     # A function of a scalar is one of the whole batch's loss.
     each = [_cuts(call) for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
     shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
@@ -424,7 +283,9 @@ def _axes(segment: _Segment, output: _Value) -> dict[str, Axis]:
             continue  # an output without dimensions is a loss
         try:
             count, how = ((), cut) if axis in _LONG else ((cut[0],), cut[1])
-            axes[axis] = Axis(dims=dims, parts=count or tuple(shape[dim] for dim in dims), how=how)
+            own = sizes[axis]._asdict() if axis in sizes else {}
+            parts = count or tuple(shape[dim] for dim in dims)
+            axes[axis] = Axis(dims=dims, parts=parts, how=how, **own)
         except (ValueError, TypeError, LookupError):
             raise InvalidArgument(
                 f"{segment.members[0].name}: its axis {axis}: {short(cut)}; expected mcr_axes such as "
@@ -481,11 +342,17 @@ def profile(
         segments = flow.segments()
         names = {param: name.removeprefix("model.") for name, param in whole.named_parameters()}
         users = _users(flow, segments, names)
-        first = _Pass(whole, segments, saved=True)
-        passes = [_Pass(whole, segments) for _ in range(count)]
-        states = _state_bytes(optimizer, first.gradients) if optimizer is not None else {}
+        begins = [Boundary(segment.members[0].number, segment.members[0].cut) for segment in segments]
+        first = MeasuredPass(whole, begins, _divided)
+        passes = [MeasuredPass(whole, begins) for _ in range(count)]
+        outputs = [*(segment.input for segment in segments[1:]), flow.result]
+        axes = [_axes(*each) for each in zip(segments, outputs, first.by_axis, strict=True)]
+        items = segments[0].input.shape[0] if all("batch" in each for each in axes) else 0
+        few = max(items // _FEW, 1)
+        whole.take(rows_of(batch, items, 0, few))
+        small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
+        states = state_bytes(optimizer, first.gradients) if optimizer is not None else {}
     blocks, taken = [], Counter[str]()
-    outputs = [*(segment.input for segment in segments[1:]), flow.result]
     for index, (segment, output) in enumerate(zip(segments, outputs, strict=True)):
         own = [param for param, used in users.items() if used[:1] == [index]]
         begin = segment.times[0]
@@ -497,13 +364,18 @@ def profile(
             kind=" + ".join(dict.fromkeys(type(call.module).__name__ for call in segment.members)),
             forward=median(each.forward[index] for each in passes),
             backward=median(each.backward[index] for each in passes),
+            forward_fixed=_fixed([each.forward[index] for each in passes],
+                                 [each.forward[index] for each in small], few / max(items, 1)),
+            backward_fixed=_fixed([each.backward[index] for each in passes],
+                                  [each.backward[index] for each in small], few / max(items, 1)),
             recompute=median(each.recompute[index] for each in passes),
-            params={names[param]: _nbytes(param) for param in own},
+            params={names[param]: nbytes_of(param) for param in own},
             optimizer=sum(states.get(param, 0) for param in own),
-            gradients=sum(_nbytes(first.gradients[param]) for param in own if param in first.gradients),
+            gradients=sum(nbytes_of(first.gradients[param]) for param in own if param in first.gradients),
             saved=first.saved[index], saved_before=first.saved_before[index],
+            transient=first.transient[index], through=first.through[index],
             output=output.nbytes, shape=output.shape, dtype=dtype_name(output.dtype),
-            axes=_axes(segment, output),
+            axes=axes[index],
             shared=tuple(names[param] for param, used in users.items() if len(used) > 1 and index in used),
             reads_batch=index > 0 and any(time in segment.times for v in data for time, _ in v.uses),
             random=any(time in segment.times for time in flow.random),
@@ -517,6 +389,14 @@ def profile(
         state_of=None if optimizer is None else type(optimizer).__name__,
         unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
     )  # fmt: skip
+
+
+def _fixed(whole: Sequence[float], small: Sequence[float], share: float) -> float:
+    """Return the part of a time that does not depend on the size, from those of a share of the batch."""
+    if not small:
+        return 0.0
+    fixed = (median(small) - share * median(whole)) / (1 - share)
+    return min(max(fixed, 0.0), median(whole))
 
 
 def _users(flow: _Flow, segments: Sequence[_Segment], names: Mapping[Any, str]) -> dict[Any, list[int]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import exchanges
 from mcr_plus.layout.regions import as_ints, contains
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
+from mcr_plus.plans.sums import shared_groups
 from mcr_plus.plans.tensors import Ends, PlanTensors
 
 EXCHANGES: Final = ("sum", "exchange", "gather", "halo")
@@ -120,7 +121,8 @@ def _check_tasks(plan: ModelPlan) -> None:
             what = f"is on rank {rank}" if rank >= 0 else "has no rank"
             where = f", part {tuple(part)}" if part else ""
             raise InvalidArgument(f"{PlanTask(block, micro, slice_, 'F')}{where} {what}")
-        _check_replicas(plan, block)
+        _check_parts(plan, block)
+    _check_shared(plan)
     for rank in range(plan.ranks):
         own, order = plan.tasks_of(rank), plan.order_of(rank)
         for task, times in Counter(order).items():
@@ -132,21 +134,67 @@ def _check_tasks(plan: ModelPlan) -> None:
             raise InvalidArgument(f"rank {rank}: {min(missing)} is not in its order")
 
 
-def _check_replicas(plan: ModelPlan, block: int) -> None:
-    """Raise if gradients could not be added up: parameters differ by task, or a rank has two replicas."""
-    cuts, places = plan.cuts[block], plan.places[block]
-    name = plan.blocks[block].name
-    copies = [i for i, cut in enumerate(cuts) if not cut.axes]
-    moved = np.moveaxis(places, [2 + i for i in copies], range(len(copies))).reshape(
-        int(np.prod([cuts[i].parts for i in copies])), -1
+def _check_parts(plan: ModelPlan, block: int) -> None:
+    """Raise unless a rank's parts are neighbours, and of parameters the same ones in all its tasks.
+
+    Ranks have the same parts of parameters, or different ones: then their gradients can be added up.
+    """
+    cuts = plan.cuts[block]
+    places = plan.places[block].reshape(-1, *plan.parts(block))
+    at = np.indices(places.shape).reshape(places.ndim, -1)
+    keys: Any = (slice(None), at[0], places.ravel())
+    lows = np.full((len(cuts), len(places), plan.ranks), places.size)
+    highs = np.zeros_like(lows)
+    counts = np.zeros_like(lows, shape=(1, len(places), plan.ranks))
+    np.minimum.at(lows, keys, at[1:])
+    np.maximum.at(highs, keys, at[1:] + 1)
+    np.add.at(counts, keys, 1)
+    own = counts[0] > 0
+
+    def refuse(where: np.ndarray, what: str) -> None:
+        for task, rank in np.argwhere(where)[:1].tolist():
+            micro, slice_ = divmod(task, plan.slices)
+            raise InvalidArgument(f"{PlanTask(block, micro, slice_, 'F')} on rank {rank}: {what}")
+
+    refuse(own & (counts[0] != (highs - lows).prod(axis=0)), "its parts are no neighbours, which form a box")
+    copies = [axis for axis, cut in enumerate(cuts) if not cut.axes]
+    refuse(own & (highs - lows > 1)[copies].any(axis=0), "it has two replicas")
+    if plan.held[block] == "parameters":
+        refuse(~own & own.any(axis=0), "it has no part, but its shard of the parameters is needed")
+    keyed = [axis for axis, cut in enumerate(cuts) if plan.how(block, cut) not in ALONG_DATA]
+    bounds = np.concatenate([lows[keyed], highs[keyed]])
+    ranks = np.flatnonzero(own.any(axis=0))
+    firsts = bounds[:, own.argmax(axis=0), np.arange(plan.ranks)]
+    refuse(
+        own & (bounds != firsts[:, None]).any(axis=0), "its parts of the parameters differ from task to task"
     )
-    seen: dict[int, int] = {}
-    for number, ranks in enumerate(moved):
-        for rank in np.unique(ranks).tolist():
-            if seen.setdefault(rank, number) != number:
-                raise InvalidArgument(f"{name}: rank {rank} has two of its replicas")
+    kinds = np.unique(firsts[:, ranks].T, axis=0) if keyed else np.zeros((1, 0), np.int64)
+    low, high = np.split(kinds, 2, axis=1)
+    if (high - low).prod(axis=1).sum() > np.prod([cuts[axis].parts for axis in keyed]):
+        below = high > low[:, None]
+        meet = (below & below.swapaxes(0, 1)).all(axis=2) & ~np.eye(len(kinds), dtype=bool)
+        one, two = ((kinds[kind] == firsts.T).all(axis=1).argmax() for kind in np.argwhere(meet)[0])
+        text = f"some of its parts of the parameters, but not all, are on rank {two}, too"
+        refuse(own & (np.arange(plan.ranks) == one), text)
     if plan.blocks[block].random and copies:
-        raise InvalidArgument(f"{name}: it draws random numbers, which its replicas would not draw alike")
+        raise InvalidArgument(
+            f"{plan.blocks[block].name}: it draws random numbers, which its replicas would not draw alike"
+        )
+
+
+def _check_shared(plan: ModelPlan) -> None:
+    users: dict[str, list[int]] = defaultdict(list)
+    for block, one in enumerate(plan.blocks):
+        for name in one.shared:
+            users[name].append(block)
+    for name, blocks in users.items():
+        for ranks in shared_groups(plan, blocks):
+            for block in blocks if plan.held[blocks[0]] == "parameters" else []:
+                if absent := set(ranks).difference(plan.places[block].ravel().tolist()):
+                    raise InvalidArgument(
+                        f"{plan.blocks[block].name}: its {name} is in shards, one of them on rank "
+                        f"{min(absent)}, which has no part of it; hold it whole"
+                    )
 
 
 # -- tensors ------------------------------------------------------------------------------------------------
@@ -384,13 +432,10 @@ def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = T
 
 def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
     """Return the seconds of a rank's parts of a task, in proportion to their sizes."""
-    block = plan.blocks[task.block]
+    block, share = plan.blocks[task.block], work_share(plan, tensors, task, rank)
+    forward = block.forward_fixed + (block.forward - block.forward_fixed) * share
     if task.kind == "F":
-        whole = block.forward
-    elif plan.split[task.block]:
-        whole = block.backward / 2
-    else:
-        whole = block.backward
-    if task.kind == "B" and plan.recomputed[task.block]:
-        whole += block.recompute
-    return whole * work_share(plan, tensors, task, rank)
+        return forward
+    backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
+    again = forward if task.kind == "B" and plan.recomputed[task.block] else 0.0
+    return again + (backward / 2 if plan.split[task.block] else backward)

@@ -20,7 +20,6 @@ from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
 from mcr_plus.plans.moves import moves, open_groups, peers
 from mcr_plus.plans.part import ModelPart, drop_parameters
-from mcr_plus.plans.profile import tensors_in
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
 from mcr_plus.plans.slices import PastSlices, SlicePass
 from mcr_plus.plans.space import cut_space
@@ -32,6 +31,7 @@ from mcr_plus.plans.sums import (
     make_buckets,
     shared_groups,
 )  # fmt: skip
+from mcr_plus.plans.whole import tensors_in
 
 Key = tuple[int, int, int, bool]
 """Tensor, micro-batch, slice, and whether it is the gradient."""
@@ -343,16 +343,18 @@ class ParallelModel:
         rows = slice(low // unit, high // unit)
         box = self._tensors.box(first, "input", graph.micro, graph.slice, self.rank)[1:]
 
+        inside = (rows, *starmap(slice, box))
+
         def part(each: Any) -> Any:
             if not isinstance(each, Tensor) or not each.ndim or len(each) != given[0]:
                 return each
             whole = not first and tuple(each.shape) == given
-            return each[(rows, *starmap(slice, box))] if whole else each[rows]
+            return each[inside] if whole else each[rows]
 
         batch = self._batch
         if ends := self.plan.slice_ends:
             begin, end = (0, *ends)[graph.slice : graph.slice + 2]
-            batch = self.module.mcr_slice(batch, begin, end)
+            batch = cast("Any", self.module).mcr_slice(batch, begin, end)
         return tree_map(part, batch)
 
     def _run(self, graph: BlockGraph) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from mcr_plus.errors import Unsupported
 from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.part import run_whole_before
-from mcr_plus.plans.profile import tensors_in
+from mcr_plus.plans.whole import tensors_in
 
 _WANTED: Final = "forward_slice(x, past), which returns the output and what later slices need of this one"
 

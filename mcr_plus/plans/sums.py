@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout.regions import as_ints
 from mcr_plus.plans.language import ALONG_DATA, Held, ModelPlan
-from mcr_plus.plans.proof import ProvedPlan
+
+if TYPE_CHECKING:
+    from mcr_plus.plans.proof import ProvedPlan
 
 BUCKET: Final = 25 << 20
 """Bytes of gradients from which a bucket is full."""

@@ -34,8 +34,7 @@ class PlanTensors:
     """Layouts of all tensors of a plan; equal ones are one object.
 
     Raises:
-        InvalidArgument: a part of a block has several boxes on one rank that do not form one, or the sizes of
-            its input and output do not fit.
+        InvalidArgument: a part has no elements, or the sizes of a block's input and output do not fit.
     """
 
     def __init__(self, plan: ModelPlan) -> None:
@@ -112,7 +111,7 @@ class PlanTensors:
     def _layout(self, block: int, end: End, shape: tuple[int, ...], places: Ints, gradient: bool) -> Layout:
         cuts, name = self.plan.cuts[block], self.plan.blocks[block].name
         boxes: dict[int, list[list[Bounds]]] = {}
-        columns: dict[int, set[tuple[int, ...]]] = {}
+        columns: dict[int, tuple[int, ...]] = {}
         for at in product(*map(range, places.shape)):
             rank = int(places[at])
             if rank < 0:
@@ -130,17 +129,18 @@ class PlanTensors:
                         box[dim] = self._part(tensor, dim, box[dim], cut.parts, number)
             if any(low == high for low, high in box):
                 raise InvalidArgument(f"{name} on rank {rank}: a part without elements: {box} of {shape}")
-            columns.setdefault(rank, set()).add(tuple(of_columns))
-            if box not in boxes.setdefault(rank, []):
-                boxes[rank].append(box)
-        whole = [as_ints(_joined(each, f"{name} on rank {rank}")) for rank, each in boxes.items()]
-        lows, highs = (np.stack([box.reshape(-1, 2)[:, side] for box in whole]) for side in (0, 1))
+            columns.setdefault(rank, tuple(of_columns))  # its first ones
+            boxes.setdefault(rank, []).append(box)
+        lows, highs = (
+            np.stack(
+                [at(as_ints(each)[..., side].reshape(-1, len(shape)), axis=0) for each in boxes.values()]
+            )
+            for side, at in enumerate((np.min, np.max))
+        )
         owners, addends = list(boxes), np.zeros(len(boxes), np.int64)
         if gradient:
-            kinds = sorted({frozenset(each) for each in columns.values()}, key=min)
-            if sum(map(len, kinds)) > len(set().union(*kinds)):
-                raise InvalidArgument(f"{name}: ranks have some of their columns in common, but not all")
-            addends = as_ints([kinds.index(frozenset(columns[rank])) for rank in owners])
+            kinds = sorted(set(columns.values()))
+            addends = as_ints([kinds.index(columns[rank]) for rank in owners])
         held = Boxes(lows, highs)
         extents = dict(zip(owners, map(tuple, (held.highs - held.lows).tolist()), strict=True))
         return Layout.placed(
@@ -169,12 +169,3 @@ def part_of(bounds: Bounds, parts: int, number: int) -> Bounds:
     """Return part `number` of a range cut into `parts`, whose sizes differ by at most 1."""
     low, high = bounds
     return low + number * (high - low) // parts, low + (number + 1) * (high - low) // parts
-
-
-def _joined(boxes: list[list[Bounds]], where: str) -> list[Bounds]:
-    """Return the box that disjoint boxes form together."""
-    whole = [(min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*boxes, strict=True)]
-    sizes = [np.prod([high - low for low, high in box]) for box in (whole, *boxes)]
-    if sizes[0] != sum(sizes[1:]):
-        raise InvalidArgument(f"{where}: its parts {boxes} do not form one box; assign neighbouring parts")
-    return whole

@@ -60,7 +60,7 @@ def test_a_shrink_compiles_nothing() -> None:
 def test_a_default_job_loads_a_part_of_the_package() -> None:
     """A capability that it does not use is imported by its first use."""
     counts = house.counted(house.JOB, "torch.distributed.run", "--nproc-per-node", "2")
-    assert counts["modules"] <= 155
+    assert counts["modules"] <= 156
     assert counts["lines"] <= 24_500
     assert counts["first collective, calls"] <= 500
     assert counts["next new signature, calls"] <= 350

@@ -554,7 +554,7 @@ def drop_persistent() -> list[float]:
                 mcr.persistent("all_reduce", torch.ones(size), op=op, backend=backend).start()
                 gc.collect()
                 torch.zeros(size)
-            kept = [torch.zeros(64), torch.zeros(64)]
+            kept = [torch.zeros(64), torch.zeros(64), torch.zeros(()).expand(1)]  # the last of stride 0
             calls = [mcr.persistent("all_reduce", tensor, op=op, backend=backend) for tensor in kept]
             for tensor in kept:
                 tensor.fill_(comm.rank + 1)
@@ -570,7 +570,7 @@ def drop_persistent() -> list[float]:
 
 def test_started_persistent_operations_live_until_they_are_done() -> None:
     for result in run_ranks(drop_persistent, 2):
-        assert result.value == [1.0] * 12
+        assert result.value == [1.0] * 16
 
 
 # -- values that memory does not show ----------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""`mcr-plus plan --parallel`: search for a plan of a whole model on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mcr_plus.cli.output import print_json, print_table, print_written
+
+if TYPE_CHECKING:
+    from mcr_plus.plans.search import FoundPlan, SearchResult
+
+
+def plan_parallel(
+    profile: Path, config: Path | None, ranks: int | None, topology: Path | None, memory: str | None,
+    output: Path | None, report: Path | None, *, as_json: bool,
+) -> None:  # fmt: skip
+    """Print the best plans of a profile; write the best one, and a picture of it."""
+    from mcr_plus.bucketing.topology import Topology
+    from mcr_plus.config.reader import load
+    from mcr_plus.core.units import parse_size
+    from mcr_plus.errors import InvalidArgument
+    from mcr_plus.plans.blocks import Profile
+    from mcr_plus.plans.foretell import cluster_costs
+    from mcr_plus.plans.plan_file import save_plan
+    from mcr_plus.plans.search import search
+
+    if topology is None:
+        raise typer.BadParameter("expected a cluster.yaml with nodes and links", param_hint="--topology")
+    cluster = Topology.load(topology)
+    try:
+        most = None if memory is None else parse_size(memory)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--memory") from None
+    pipeline = load({"version": 1} if config is None else config)
+    try:
+        costs = cluster_costs(cluster, pipeline)
+        result = search(Profile.load(profile), ranks or cluster.ranks, costs, memory=most)
+    except InvalidArgument as error:
+        raise typer.BadParameter(str(error)) from None
+    best = result.plans[0]
+    written: list[tuple[Path, str]] = []
+    if output is not None:
+        save_plan(best.plan.plan, output)
+        written.append((output, "the plan"))
+    if report is not None:
+        from mcr_plus.config.document import write_text
+        from mcr_plus.plans.picture import plan_page
+
+        write_text(report, plan_page(best.plan, best.step))
+        written.append((report, "the picture"))
+    if as_json:
+        print_json(_document(result))
+        return
+    _print(result)
+    for path, what in written:
+        print_written(path, what)
+
+
+def _document(result: SearchResult) -> dict[str, Any]:
+    return {
+        "bound_ms": 1e3 * result.bound,
+        "gap": result.gap,
+        "tried": result.tried,
+        "plans": [
+            {
+                **each.choice._asdict(),
+                "stages": [[stage.start, stage.stop] for stage in each.choice.stages],
+                "step_ms": 1e3 * each.step,
+                "model_ms": 1e3 * each.seconds,
+                "peak_bytes": each.peak,
+            }
+            for each in result.plans
+        ],
+    }
+
+
+def _print(result: SearchResult) -> None:
+    from mcr_plus.core.units import about
+
+    def row(each: FoundPlan) -> tuple[str, ...]:
+        return f"{1e3 * each.step:.1f}", f"{1e3 * each.seconds:.1f}", about(each.peak), str(each.choice)
+
+    best = result.plans[0]
+    typer.echo(
+        f"step {1e3 * best.step:.1f} ms, at most {about(best.peak)} on a rank; bound "
+        f"{1e3 * result.bound:.1f} ms, gap {100 * result.gap:.0f} %; {result.tried} combinations"
+    )
+    print_table("plans", ("step ms", "model ms", "memory", "plan"), list(map(row, result.plans)))
+    for number, stage in enumerate(best.choice.stages):
+        names = [best.profile.blocks[index].name for index in (stage.start, stage.stop - 1)]
+        again = len(set(stage) & set(best.choice.recompute))
+        more = f", {again} recomputed" if again else ""
+        typer.echo(f"stage {number}: {' to '.join(dict.fromkeys(names))}{more}")

@@ -1,0 +1,208 @@
+"""Time of a plan: its tasks and communication as a captured step, for the simulator of `bucketing`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mcr_plus.bucketing.network import simulate
+from mcr_plus.bucketing.programs import BucketPlan
+from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, Use, from_table
+from mcr_plus.bucketing.simulation_result import Timeline
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEvent, Role, WaitEvent
+from mcr_plus.bucketing.topology import Topology
+from mcr_plus.config.names import backend_name
+from mcr_plus.config.schema import Config
+from mcr_plus.layout.native import native
+from mcr_plus.plans.language import Held, PlanTask
+from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of
+from mcr_plus.plans.sums import BUCKET, complete, gradient_groups
+from mcr_plus.tables import FOLDER as BUILTIN
+from mcr_plus.tables.scaling import Placement
+from mcr_plus.tables.table import load_table
+
+OVERHEAD: Final = 50e-6
+"""Seconds of a rank to issue an operation of a plan."""
+
+
+class BestCosts(ClusterCosts):
+    """Costs of the library that is fastest for each operation, as a table of the same times chooses it."""
+
+    def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
+        """Return the cost and link use of the fastest library."""
+        names = self.libraries() or [library]
+        uses = [super(BestCosts, self).use(kind, nbytes, to, name, codec) for name in names]
+        return min(uses, key=lambda use: use.cost.seconds)
+
+
+def cluster_costs(topology: Topology, pipeline: Config | None = None) -> ClusterCosts:
+    """Return the costs on a cluster by the tables of a configuration; without any, by those built in.
+
+    Links of `topology` with a rate are assumed to be those where the tables were measured.
+    """
+    paths = [ref.resolve() for ref in pipeline.tables] if pipeline is not None else []
+    allowed = pipeline.backends if pipeline is not None else None
+    measured = [
+        each
+        for path in paths or sorted(BUILTIN.glob("*.yaml"))
+        for each in from_table(load_table(path))
+        if allowed is None or backend_name(each.library) in allowed
+    ]
+    return ClusterCosts(measured, topology, guessed=bool(topology.medium.rates))
+
+
+class PlannedSum(NamedTuple):
+    """Gradients that ranks add up as one operation."""
+
+    ranks: tuple[int, ...]
+    time: float
+    nbytes: int
+    held: Held
+
+
+class _Wait(NamedTuple):
+    """An operation within a task, for which the rank waits."""
+
+    kind: str
+    nbytes: int
+    group: tuple[int, ...]
+    tag: str
+
+
+def foretell(proved: ProvedPlan, costs: ClusterCosts, overhead: float = OVERHEAD) -> Timeline:
+    """Return the timeline of the passes of a step, without the optimizer's.
+
+    Raises:
+        InvalidArgument: the topology has fewer ranks than the plan.
+        Unsupported: the cost of an operation is unknown.
+    """
+    best = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
+    return simulate(as_step(proved), BucketPlan(library=CAPTURED), best, overhead=overhead)
+
+
+def as_step(proved: ProvedPlan) -> CapturedStep:
+    """Return the passes of a plan as a captured step."""
+    made = _PlanStep(proved)
+    roles = tuple(Role((rank,), tuple(made.events(rank))) for rank in range(proved.plan.ranks))
+    return CapturedStep(
+        ranks=proved.plan.ranks, nodes=1, model=proved.plan.profile.model, seconds=proved.ideal, spread=0.0,
+        roles=roles,
+    )  # fmt: skip
+
+
+class _PlanStep:
+    def __init__(self, proved: ProvedPlan) -> None:
+        self.proved, self.plan = proved, proved.plan
+        self.ids: dict[object, int] = {}
+        self.starts = {(run.task, rank): run.start for run in proved.runs for rank in run.ranks}
+
+    @cached_property
+    def sums(self) -> list[PlannedSum]:
+        """Sums of gradients of all groups."""
+        times = complete(self.proved)
+        keyed: dict[tuple[tuple[int, ...], Held], list[tuple[float, int]]] = defaultdict(list)
+        for index, block in enumerate(self.plan.blocks):
+            for ranks in gradient_groups(self.plan, index, cut=True):
+                share = parameter_share(self.plan, index, ranks[0])
+                if len(ranks) > 1 and block.gradients:
+                    found = times[index], round(share * block.gradients)
+                    keyed[ranks, self.plan.held[index]].append(found)
+        made = []
+        for (ranks, held), members in keyed.items():
+            held_bytes = 0
+            for number, (time, nbytes) in enumerate(sorted(members)):
+                held_bytes += nbytes
+                if number == len(members) - 1 or held_bytes >= BUCKET or held == "parameters":
+                    made.append(PlannedSum(ranks, time, held_bytes, held))
+                    held_bytes = 0
+        return sorted(made, key=lambda each: (each.time, each.ranks))
+
+    def events(self, rank: int) -> Iterator[Event]:
+        """Yield the events of a rank."""
+        keyed: list[tuple[tuple[float, int], PlanTask | PlanTransfer | PlannedSum]] = []
+        for each in self.proved.program(rank):
+            at = each.time if isinstance(each, PlanTransfer) else self.starts[each, rank]
+            keyed.append(((at, 1 - isinstance(each, PlanTransfer)), each))
+        keyed += [((one.time, 0), one) for one in self.sums if rank in one.ranks]
+        waits: list[int] = []
+        moving: dict[tuple[int, int, int, bool], int] = {}
+        for _, item in sorted(keyed, key=lambda pair: pair[0]):
+            if isinstance(item, PlanTransfer):
+                issue = self._transfer(item)
+                yield issue
+                if rank in item.needed.locals:
+                    moving[item[:4]] = issue.id
+                else:
+                    waits.append(issue.id)
+            elif isinstance(item, PlannedSum):
+                kind = "all_reduce" if item.held == "whole" else "reduce_scatter"
+                yield self._issue(kind, item.nbytes, item.ranks, "plan.gradients", item)
+                waits.append(self.ids[item])
+            else:
+                needed = self._needs(item)
+                if needed in moving:
+                    yield WaitEvent(moving.pop(needed))
+                yield from self._task(item, rank)
+        for number in (*moving.values(), *waits):
+            yield WaitEvent(number)
+
+    def _needs(self, task: PlanTask) -> tuple[int, int, int, bool]:
+        is_back = task.kind != "F"
+        return task.block + is_back, task.micro, task.slice, is_back
+
+    def _issue(self, kind: str, nbytes: int, group: tuple[int, ...], tag: str, key: object) -> IssueEvent:
+        number = self.ids.setdefault(key, len(self.ids))
+        return IssueEvent(number, kind, nbytes, group, tag, dtype="float32")
+
+    def _transfer(self, each: PlanTransfer) -> IssueEvent:
+        block = self.plan.blocks[each.tensor - 1]
+        item = block.output // max(int(np.prod(block.shape)), 1)
+        one = native(each.made, each.needed)
+        messages = "send" if len(each.ranks) == 2 and not each.made.is_partial else "all_to_all"
+        kind: str = messages if one is None else one.kind
+        # Bytes as in nccl-tests: all that a rank gathers, or has before.
+        locals_ = (each.needed if kind in ("all_gather", "broadcast", "send") else each.made).locals
+        nbytes = item * max(int(np.prod(shape)) for shape in locals_.values())
+        return self._issue(kind, nbytes, each.ranks, each.tag, each[:4])
+
+    def _task(self, task: PlanTask, rank: int) -> Iterator[Event]:
+        """Yield the computation of a task, in parts between the operations within it."""
+        inner = [each for each in self._within(task, rank) if len(each.group) > 1]
+        seconds = seconds_of(self.plan, self.proved.tensors, task, rank) / (len(inner) + 1)
+        name = f"{task.kind}{task.micro} {self.plan.blocks[task.block].name}"
+        for number, each in enumerate(inner):
+            # Parameters are gathered before the task computes.
+            if each.kind != "all_gather_parameters":
+                yield ComputeEvent(name, seconds)
+            kind = each.kind.removesuffix("_parameters")
+            issue = self._issue(kind, each.nbytes, each.group, each.tag, (task, each.group, number))
+            yield issue
+            yield WaitEvent(issue.id)
+        gathers = sum(each.kind == "all_gather_parameters" for each in inner)
+        yield ComputeEvent(name, seconds * (1 + gathers))
+
+    def _within(self, task: PlanTask, rank: int) -> Iterator[_Wait]:
+        plan, index = self.plan, task.block
+        block = plan.blocks[index]
+        if plan.held[index] == "parameters" and task.kind != "W":
+            group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
+            whole = round(parameter_share(plan, index, rank) * block.parameters)
+            yield _Wait("all_gather_parameters", whole, group, "plan.parameters")
+        share = self.proved.tensors.share(index, task.micro, task.slice, rank)
+        for axis, cut in enumerate(plan.cuts[index]):
+            if plan.how(index, cut) not in ("sum", "exchange") or task.kind == "W":
+                continue
+            rows = np.moveaxis(plan.places[index], 2 + axis, -1).reshape(-1, cut.parts)
+            group = tuple(sorted(set(next(row for row in rows.tolist() if rank in row))))
+            passes = 2 if task.kind == "B" and plan.recomputed[index] else 1
+            for name in [name for name in cut.axes for _ in range(passes)]:
+                nbytes = round(share * block.axes[name].input) * (cut.parts if cut.outside else 1)
+                if cut.outside is None:
+                    yield _Wait("all_reduce", nbytes, group, "plan.sums")
+                else:
+                    yield _Wait("all_gather", nbytes, group, "plan.sums")
+                    yield _Wait("reduce_scatter", nbytes, group, "plan.sums")

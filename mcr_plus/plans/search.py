@@ -1,0 +1,474 @@
+"""Search for a plan: data, tensor and pipeline parallelism, micro-batches, shards, and what is recomputed.
+
+For each combination of the former, stages of consecutive blocks are cut, and blocks to recompute chosen, so
+that a step of 1F1B takes least under a bound of memory:
+
+    step = Σ stages (time + transfers) + (micro-batches - 1) · max over stages + sums of the first stage
+
+with times and bytes of the profile, and costs of operations as in `foretell`. Given the combination this is
+exact: a stage's choice of what to recompute is a knapsack, and the cuts minimise sum and maximum together.
+Memory is counted in units of 1/1024 of the bound, rounded up. The best few are simulated in full. Stages by
+time and memory follow Alpa (Zheng et al. 2022, arXiv 2201.12023) and RaNNC (Tanaka et al. 2021); choices by
+layer under memory follow Galvatron (Miao et al. 2022, arXiv 2211.13878).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
+from mcr_plus.bucketing.simulation_result import Timeline
+from mcr_plus.core.units import about
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.kernels.cpu import compiled
+from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
+from mcr_plus.plans.language import Held, PlanTask
+from mcr_plus.plans.memory import RankMemory, memory_of
+from mcr_plus.plans.named import hybrid, mesh
+from mcr_plus.plans.proof import ProvedPlan, prove, seconds_of
+from mcr_plus.plans.tensors import PlanTensors
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+CELLS: Final = 1024
+"""Units of the memory bound."""
+SIMULATED: Final = 64
+"""Most ranks of plans that are simulated in full."""
+_NO_MEMORY: Final = 1 << 62
+
+
+class PlanChoice(NamedTuple):
+    """Arguments of `named.hybrid` that a search chooses."""
+
+    data: int
+    tensor: int
+    micro_batches: int
+    held: Held
+    outside: str | None
+    stages: tuple[range, ...] = ()
+    recompute: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"data {self.data}", f"tensor {self.tensor}", f"stages {len(self.stages)}"]
+        parts.append(f"micro-batches {self.micro_batches}")
+        parts += [f"{self.held} in shards"] if self.held != "whole" else []
+        parts += [f"{self.outside} between sums"] if self.outside else []
+        parts += [f"{len(self.recompute)} blocks recomputed"] if self.recompute else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan that a search has found.
+
+    `seconds`: of a step, by the search's model. `memory`: most bytes of a rank, by the same.
+    """
+
+    choice: PlanChoice
+    seconds: float
+    memory: int
+    profile: Profile = field(repr=False)
+    ranks: int
+    costs: ClusterCosts = field(repr=False)
+
+    @cached_property
+    def plan(self) -> ProvedPlan:
+        """The plan, proved."""
+        choice = self.choice._asdict()
+        choice["stages"] = list(self.choice.stages)
+        return prove(hybrid(self.profile, self.ranks, name="auto", **choice))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step."""
+        return foretell(self.plan, self.costs)
+
+    @cached_property
+    def step(self) -> float:
+        """Seconds of a step: simulated, or by the model if there are too many ranks."""
+        return self.timeline.step_s if self.ranks <= SIMULATED else self.seconds
+
+    @cached_property
+    def peak(self) -> int:
+        """Most bytes of a rank."""
+        if self.ranks > SIMULATED:
+            return self.memory
+        return max(memory_of(self.plan, rank).peak for rank in range(self.ranks))
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Plans by time, and a bound: computation shared evenly among all ranks, without communication."""
+
+    plans: tuple[FoundPlan, ...]
+    bound: float
+    tried: int
+
+    @property
+    def gap(self) -> float:
+        """Part of the best plan's step that is beyond the bound."""
+        return 1 - self.bound / self.plans[0].step
+
+
+class BlockCosts(NamedTuple):
+    """Of each block for one micro-batch on a rank: seconds, bytes kept, and the same if it is recomputed.
+
+    `fixed`: bytes of parameters, gradients and state. `transient`: bytes while it runs. `output`: bytes that
+    go to the next stage. `sends`: seconds of this. `sums`: seconds of the gradients' sum.
+    """
+
+    seconds: Floats
+    again: Floats
+    kept: Ints
+    kept_input: Ints
+    fixed: Ints
+    transient: Ints
+    transient_again: Ints
+    output: Ints
+    sends: Floats
+    sums: Floats
+
+
+def search(
+    profile: Profile, ranks: int, costs: ClusterCosts, *, memory: int | None = None, best: int = 4,
+    micro_batches: Sequence[int] | None = None,
+) -> SearchResult:  # fmt: skip
+    """Return the best plans of a profile on a cluster, the fastest first.
+
+    Args:
+        ranks: their number. costs: of operations, with the topology. memory: bytes of a rank; None: no bound.
+        best: number of plans to return. micro_batches: numbers to try; None: powers of two.
+
+    Raises:
+        InvalidArgument: no plan has so little memory; the text names the nearest one, and what is missing.
+    """
+    most = memory if memory is not None else 1 << 50
+    fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
+    tables = _Tables(profile, fastest)
+    work = sum(block.forward + block.backward for block in profile.blocks)
+    found: list[FoundPlan] = []
+    tried = 0
+    nearest = _NO_MEMORY
+    for choice, stages in _choices(profile, ranks, costs.topology.ranks_per_node, micro_batches):
+        worst = found[best - 1].seconds if len(found) >= best else math.inf
+        tried += 1
+        solved = solve(tables.of(choice, stages), stages, choice.micro_batches, most, worst)
+        nearest = min(nearest, solved.memory)
+        if solved.seconds < worst:
+            done = choice._replace(stages=solved.stages, recompute=solved.recompute)
+            found.append(FoundPlan(done, solved.seconds, solved.memory, profile, ranks, costs))
+            found.sort(key=lambda each: each.seconds)
+            del found[2 * best :]
+    if not found:
+        missing = about(nearest - most)
+        raise InvalidArgument(f"memory: {about(most)}; the nearest plan needs {missing} more on some rank")
+    ordered = sorted(found, key=lambda each: each.step)
+    return SearchResult(tuple(ordered[:best]), work / ranks, tried)
+
+
+def _choices(
+    profile: Profile, ranks: int, per_node: int, micro_batches: Sequence[int] | None
+) -> Iterator[tuple[PlanChoice, int]]:
+    """Yield the combinations and their numbers of stages; few parts of tensors first."""
+    blocks = profile.blocks
+    items = min((block.axes["batch"].parts[0] for block in blocks if "batch" in block.axes), default=1)
+    all_cut = all("batch" in block.axes for block in blocks)
+    inner = [
+        block.axes[name].parts[0] for block in blocks for name in ("heads", "hidden") if name in block.axes
+    ]
+    sequence = any("sequence" in block.axes and "heads" in block.axes for block in blocks)
+    for tensor in [n for n in _divisors(ranks) if n == 1 or (inner and n <= min(min(inner), per_node))]:
+        for stages in [n for n in _divisors(ranks // tensor) if n <= len(blocks)]:
+            data = ranks // tensor // stages
+            if data > 1 and not all_cut:
+                continue
+            numbers = [1 << power for power in range(11)] if micro_batches is None else micro_batches
+            for micro in [n for n in numbers if n * data <= items and (n == 1 or all_cut)]:
+                helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer", "parameters")
+                for held in helds if stages == 1 else helds[:2]:
+                    for outside in (None, "sequence") if tensor > 1 and sequence else (None,):
+                        yield PlanChoice(data, tensor, micro, held, outside), stages
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+class _Tables:
+    """Costs of blocks by combination; those of one micro-batch depend on its share of the batch alone."""
+
+    def __init__(self, profile: Profile, costs: BestCosts) -> None:
+        self.profile, self.costs = profile, costs
+        self._known: dict[object, Any] = {}
+
+    def of(self, choice: PlanChoice, stages: int) -> BlockCosts:
+        """Return the costs of all blocks."""
+        data, tensor, micro, held, outside = choice[:5]
+        key = tensor, data * micro, outside
+        if key not in self._known:
+            self._known[key] = self._measured(tensor, data * micro, outside)
+        seconds, again, kept, kept_input, parts, transient, transient_again, output, within = self._known[key]
+        parameters, gradients, state = parts
+        every = tensor * data
+        group = range(0, every, tensor)  # of the first stage; other stages lie alike
+        fixed = gradients + parameters // (data if held == "parameters" else 1)
+        fixed = fixed + state // (1 if held == "whole" else data)
+        sums = np.zeros(len(seconds))
+        gathers = np.zeros(len(seconds))
+        if data > 1:
+            kind = "all_reduce" if held == "whole" else "reduce_scatter"
+            sums = np.array([self._time(kind, int(n), group) for n in gradients])
+            if held == "parameters":
+                gathers = np.array([self._time("all_gather", int(n), group) for n in parameters])
+                transient, transient_again = transient + parameters, transient_again + parameters
+        sends = np.zeros(len(seconds))
+        if stages > 1:
+            sends = np.array([2 * self._time("send", int(n), (0, every)) for n in output])
+        inner = self._within(within, range(tensor), outside)
+        seconds = seconds + inner + 2 * gathers
+        again = again + inner / 2 * (inner > 0)
+        return BlockCosts(
+            seconds, again, kept, kept_input, fixed, transient, transient_again, output, sends, sums
+        )
+
+    def _time(self, kind: str, nbytes: int, group: Sequence[int]) -> float:
+        if not nbytes or len(group) < 2:
+            return 0.0
+        return self.costs.of(kind, nbytes, group, CAPTURED).seconds + OVERHEAD
+
+    def _within(self, nbytes: Ints, group: Sequence[int], outside: str | None) -> Floats:
+        """Return the seconds of the sums within blocks, of both passes; `nbytes`: [blocks, sums]."""
+        kinds = ("all_reduce",) if outside is None else ("all_gather", "reduce_scatter")
+        return np.array([
+            2 * sum(self._time(kind, int(n), group) for n in row for kind in kinds) for row in nbytes
+        ])  # fmt: skip
+
+    def _measured(self, tensor: int, pieces: int, outside: str | None) -> Any:
+        """Return times and bytes of blocks for one of `pieces` of the batch, on one of `tensor` ranks."""
+        plan, _, _ = mesh(self.profile, tensor, tensor=tensor, micro_batches=pieces, outside=outside)
+        proved = ProvedPlan(plan, PlanTensors(plan), (), ())
+        one = RankMemory(proved, 0)
+        rows = []
+        axes = ("heads", "hidden", "experts", "tables", "rows")
+        within = np.zeros((len(plan.blocks), len(axes)), np.int64)
+        for index, block in enumerate(plan.blocks):
+            forward, backward = PlanTask(index, 0, 0, "F"), PlanTask(index, 0, 0, "B")
+            both = [seconds_of(plan, proved.tensors, task, 0) for task in (forward, backward)]
+            kept = one.kept(forward)
+            input_ = one.end_bytes(index, forward, "input") if index else 0
+            output = one.end_bytes(index + 1, forward, "output") if index + 1 < len(plan.blocks) else 0
+            transient = one.transient(backward)
+            fixed = one.fixed([index])
+            rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
+            share = proved.tensors.share(index, 0, 0, 0)
+            for cut in plan.cuts[index]:
+                for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
+                    whole = round(share * block.axes[name].input) * (cut.parts if cut.outside else 1)
+                    within[index, axes.index(name)] = whole
+        columns = list(zip(*rows, strict=True))
+        floats, ints = (
+            [np.array(each) for each in columns[:2]],
+            [np.array(each, np.int64) for each in columns[2:]],
+        )
+        kepts, inputs, parameters, gradients, state, transients, transients_again, outputs = ints
+        parts = parameters, gradients, state
+        return (*floats, kepts, inputs, parts, transients, transients_again, outputs, within)
+
+
+class Solution(NamedTuple):
+    """Stages and recomputed blocks. Without any: infinite seconds. `memory`: bytes of the fullest stage."""
+
+    seconds: float
+    stages: tuple[range, ...]
+    recompute: tuple[int, ...]
+    memory: int
+
+
+def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: float = math.inf) -> Solution:
+    """Cut the blocks into stages, and choose what to recompute, for the least seconds under `most` bytes.
+
+    `worst`: seconds from which a solution is of no use.
+    """
+    count, unit = len(costs.seconds), max(-(-most // CELLS), 1)
+    whole = float(costs.seconds.sum())
+    if whole + (micro_batches - 1) * whole / stages >= worst:
+        return Solution(math.inf, (), (), _NO_MEMORY)
+    best = np.full((stages, count + 1, count + 1), np.inf)
+    for stage in range(stages):
+        _stage_times(*_in_cells(costs, min(stages - stage, micro_batches), unit), best[stage])
+    sends = np.append(costs.sends[:-1], 0.0)
+    seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
+    if not np.isfinite(seconds):
+        kept = np.minimum(costs.kept, costs.kept_input)
+        inflight = np.minimum(stages - np.arange(stages), micro_batches)
+        transient = np.minimum(costs.transient, costs.transient_again)
+        least = _least_memory(kept, costs.fixed, transient, costs.output, inflight)
+        return Solution(math.inf, (), (), max(int(least), most + 1))
+    cuts = tuple(range(low, high) for low, high in pairwise(bounds.tolist()))
+    again: list[int] = []
+    peak = 0
+    for stage, blocks in enumerate(cuts):
+        alive = min(stages - stage, micro_batches)
+        part = BlockCosts._make(each[blocks.start : blocks.stop] for each in costs)
+        flags = _recomputed(*_in_cells(part, alive, unit))
+        again += (blocks.start + np.flatnonzero(flags)).tolist()
+        peak = max(peak, stage_memory(part, flags, alive))
+    return Solution(float(seconds), cuts, tuple(again), peak)
+
+
+def stage_memory(costs: BlockCosts, again: NDArray[np.bool_], inflight: int) -> int:
+    """Return the bytes of a stage with these blocks, which keeps `inflight` micro-batches."""
+    kept = np.where(again, costs.kept_input, costs.kept).sum() * inflight
+    transient = (costs.transient_again if again.any() else costs.transient).max()
+    return int(costs.fixed.sum() + kept + transient + costs.output[-1] * inflight)
+
+
+def _in_cells(costs: BlockCosts, inflight: int, unit: int) -> tuple[NDArray[Any], ...]:
+    """Return the times and memory of a stage's blocks, in units, for `_stage_times`."""
+    sizes = (
+        costs.fixed + costs.kept * inflight, costs.fixed + costs.kept_input * inflight, costs.transient,
+        costs.transient_again, costs.output * inflight,
+    )  # fmt: skip
+    return costs.seconds, costs.again, *(-(-each // unit) for each in sizes)
+
+
+@compiled
+def _more(extra, next_, plain, small, again):  # type: ignore[no-untyped-def]
+    """Set `next_` to the least additional seconds by cells, with one more block that is recomputed or not."""
+    next_[:] = np.inf
+    for cell in range(len(extra)):
+        if extra[cell] < np.inf:
+            if cell + plain < len(extra):
+                next_[cell + plain] = min(next_[cell + plain], extra[cell])
+            if cell + small < len(extra):
+                next_[cell + small] = min(next_[cell + small], extra[cell] + again)
+
+
+@compiled
+def _stage_times(seconds, again, plain, small, transient, transient_again, output, best):  # type: ignore[no-untyped-def]
+    """Set best[i, j] to the least seconds of a stage of blocks i to j-1 that fits; infinity if none does."""
+    count = len(seconds)
+    extra, next_ = np.empty(CELLS + 1), np.empty(CELLS + 1)
+    for begin in range(count):
+        extra[:] = np.inf
+        extra[0] = 0.0
+        base, used, most, most_again, follows = 0.0, 0, 0, 0, True
+        for end in range(begin, count):
+            base += seconds[end]
+            used += plain[end]
+            most, most_again = max(most, transient[end]), max(most_again, transient_again[end])
+            if follows:
+                _more(extra, next_, plain[end], small[end], again[end])
+                extra, next_ = next_, extra
+            if used + most + output[end] <= CELLS:
+                best[begin, end + 1] = base
+                continue
+            least = np.inf
+            for cell in range(CELLS + 1 - most_again - output[end]):
+                least = min(least, extra[cell])
+            best[begin, end + 1] = base + least
+            follows = extra.min() < np.inf
+
+
+@compiled
+def _recomputed(seconds, again, plain, small, transient, transient_again, output):  # type: ignore[no-untyped-def]
+    """Return which blocks of a stage are recomputed in the least time."""
+    count = len(seconds)
+    found = np.zeros(count, np.bool_)
+    if plain.sum() + transient.max() + output[count - 1] <= CELLS:
+        return found
+    table = np.empty((count + 1, CELLS + 1))
+    table[0] = np.inf
+    table[0, 0] = 0.0
+    for block in range(count):
+        _more(table[block], table[block + 1], plain[block], small[block], again[block])
+    at = np.argmin(table[count, : CELLS + 1 - transient_again.max() - output[count - 1]])
+    for block in range(count - 1, -1, -1):
+        before = at - plain[block]
+        found[block] = before < 0 or table[block, before] != table[block + 1, at]
+        at = at - small[block] if found[block] else before
+    return found
+
+
+@compiled
+def _with_most(best, sends, sums, limit, times, firsts):  # type: ignore[no-untyped-def]
+    """Return the least sum of stages of at most `limit` seconds; `firsts[s, j]`: where stage s begins."""
+    stages, count = best.shape[0], best.shape[1] - 1
+    times[:] = np.inf
+    times[0, 0] = 0.0
+    for stage in range(stages):
+        for end in range(stage + 1, count + 1):
+            for begin in range(stage, end):
+                own = best[stage, begin, end]
+                if max(own, sends[end - 1]) > limit or times[stage, begin] == np.inf:
+                    continue
+                own += sends[end - 1]
+                if stage == 0:
+                    for block in range(end):
+                        own += sums[block]
+                if times[stage, begin] + own < times[stage + 1, end]:
+                    times[stage + 1, end] = times[stage, begin] + own
+                    firsts[stage, end] = begin
+    return times[stages, count]
+
+
+@compiled
+def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-def]
+    """Return the least seconds of a step, and the bounds of its stages."""
+    stages, count = best.shape[0], best.shape[1] - 1
+    limits = np.empty(stages * count * (count + 1) // 2)
+    number = 0
+    for stage in range(stages):
+        for begin in range(count):
+            for end in range(begin + 1, count + 1):
+                limits[number] = max(best[stage, begin, end], sends[end - 1])
+                number += 1
+    limits = np.unique(limits)
+    times, firsts = np.empty((stages + 1, count + 1)), np.zeros((stages, count + 1), np.int64)
+    bounds = np.zeros(stages + 1, np.int64)
+    low, high = 0, len(limits) - 1  # the first limit that allows stages
+    while low < high:
+        middle = (low + high) // 2
+        if _with_most(best, sends, sums, limits[middle], times, firsts) < np.inf:
+            high = middle
+        else:
+            low = middle + 1
+    least = np.inf
+    for number in range(low, len(limits)):
+        limit = limits[number]
+        if limit == np.inf or whole + (micro_batches - 1) * limit >= least:
+            break
+        step = _with_most(best, sends, sums, limit, times, firsts) + (micro_batches - 1) * limit
+        if step < least:
+            least = step
+            bounds[stages] = count
+            for stage in range(stages - 1, -1, -1):
+                bounds[stage] = firsts[stage, bounds[stage + 1]]
+    return least, bounds
+
+
+@compiled
+def _least_memory(kept, fixed, transient, output, inflight):  # type: ignore[no-untyped-def]
+    """Return the fewest bytes of the fullest stage."""
+    stages, count = len(inflight), len(kept)
+    least = np.full((stages + 1, count + 1), np.inf)
+    least[0, 0] = 0.0
+    for stage in range(stages):
+        for begin in range(stage, count):
+            used, most = 0.0, 0.0
+            for end in range(begin, count):
+                used += fixed[end] + kept[end] * inflight[stage]
+                most = max(most, transient[end])
+                own = max(least[stage, begin], used + most + output[end] * inflight[stage])
+                least[stage + 1, end + 1] = min(least[stage + 1, end + 1], own)
+    return least[stages, count]

@@ -1,0 +1,103 @@
+"""Plans that run, against one process: losses, gradients and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_training import train
+from ranks import run_ranks
+
+from mcr_plus.plans.named import NAMED
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
+
+needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+Spec = dict[str, Any]
+
+
+def every_plan(case: str) -> list[Spec]:
+    """Return all named plans, with optimizers and numbers of micro-batches in turn."""
+    found = []
+    for number, name in enumerate(NAMED):
+        options = {} if number % 3 else {"micro_batches": 3 if number > 5 else 2}
+        found.append(
+            {"case": case, "plan": name, "optimizer": ("adamw", "sgd")[number % 2], "options": options}
+        )
+    return found
+
+
+def hybrids(case: str) -> list[Spec]:
+    """Return plans of four ranks in two dimensions."""
+    options: list[Spec] = [
+        {"data": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "outside": "sequence", "held": "parameters"},
+        {"data": 2, "tensor": 2, "held": "optimizer", "recompute": True},
+        {"stages": 2, "data": 2, "micro_batches": 3},
+        {"stages": 2, "data": 2, "micro_batches": 2, "held": "optimizer", "schedule": "zero-bubble"},
+        {"stages": 2, "tensor": 2, "outside": "sequence", "micro_batches": 2, "recompute": True},
+        {"stages": 2, "tensor": 2, "micro_batches": 3, "schedule": "eager-1f1b"},
+    ]
+    if case != "gpt":  # its tied embedding is in two stages
+        options += [{"stages": 2, "data": 2, "micro_batches": 2, "held": "parameters"}]
+    kinds = ("adamw", "sgd")
+    return [
+        {"case": case, "plan": "hybrid", "optimizer": kinds[number % 2], "options": each}
+        for number, each in enumerate(options)
+    ]
+
+
+def check(specs: list[Spec], ranks: int, steps: int, config: Any = None) -> None:
+    results = run_ranks(train, ranks, args=[specs, steps, config])
+    assert [result.value for result in results] == [[]] * ranks
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("case", ["gpt", "mlp", "separate", "grouped"])
+def test_named_plans_train_like_one_process(case: str, ranks: int) -> None:
+    check([each for each in every_plan(case) if fits(each, ranks)], ranks, 4)
+
+
+def fits(spec: Spec, ranks: int) -> bool:
+    """Return whether the model has parts for the ranks: grouped attention has three."""
+    return (
+        spec["case"] != "grouped" or ranks < 4 or spec["plan"] not in ("tensor_parallel", "sequence_parallel")
+    )
+
+
+@needs_mpi
+@pytest.mark.parametrize("case", ["gpt", "mlp", "separate", "grouped"])
+def test_plans_in_two_dimensions_train_like_one_process(case: str) -> None:
+    check(hybrids(case), 4, 4)
+
+
+@needs_mpi
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["gpt", "grouped"])
+def test_twenty_steps(case: str) -> None:
+    check([*every_plan(case), *hybrids(case)][::2] if case == "gpt" else hybrids(case), 4, 20)
+
+
+@needs_mpi
+def test_ranks_without_blocks_and_low_precision() -> None:
+    idle = [{"case": case, "plan": "idle", "optimizer": "sgd"} for case in ("gpt", "mlp")]
+    low = [
+        {"case": "bfloat16", "plan": name, "optimizer": "sgd", "close": 0.05}
+        for name in ("zero1", "tensor_parallel", "one_f_one_b")
+    ]
+    check(idle + low, 3, 4)
+
+
+@needs_mpi
+def test_transfers_through_a_codec_train() -> None:
+    """The rule finds the transfers: bfloat16 moves losses, not far."""
+    config = {
+        "version": 1,
+        "backends": ["gloo"],
+        "pipeline": [{"compress": {"codec": "none"}}, {"select": {}}, {"dispatch": {}}],
+        "rules": [{"match": {"tag": "plan.forward"}, "compress": {"codec": "int8_block"}}],
+    }
+    spec = {"case": "separate", "plan": "one_f_one_b", "optimizer": "sgd"}
+    check([{**spec, "close": 0.05}], 2, 4, config)
+    results = run_ranks(train, 2, args=[[spec], 4, config])
+    assert any("loss" in each for each in results[1].value)

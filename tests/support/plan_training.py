@@ -1,0 +1,288 @@
+"""Models trained under plans, compared on every rank with one process that has all of it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mcr_plus as mcr
+from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.language import ModelPlan
+from mcr_plus.plans.named import NAMED, hybrid
+from mcr_plus.plans.run import ParallelModel
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "common"))  # ranks know the tests alone
+from transformer import LanguageModel, Losses, Shape
+
+Loss = Callable[..., Tensor]
+ITEMS: Final = 15  # neither micro-batches nor ranks divide them
+CLOSE: Final = 1e-9
+
+
+class Case(NamedTuple):
+    """A model, its loss, and a function of the step that gives the batch."""
+
+    model: nn.Module
+    loss: Loss
+    batch: Callable[[int], Any]
+
+
+class Grouped(nn.Module):
+    """Attention with its own linear layers for queries, keys and values, of which some heads share keys."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.size = heads, kv_heads, hidden // heads
+        self.q = nn.Linear(hidden, hidden)
+        self.k = nn.Linear(hidden, kv_heads * self.size)
+        self.v = nn.Linear(hidden, kv_heads * self.size, bias=False)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for layer, heads in ((self.q, self.n_heads), (self.k, self.n_kv_heads), (self.v, self.n_kv_heads)):
+            parts.append(layer(x).unflatten(-1, (heads, self.size)).transpose(1, 2))
+        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class Layer(nn.Module):
+    """Attention and an MLP with a gate."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.before, self.attention = nn.LayerNorm(hidden), Grouped(hidden, heads, kv_heads)
+        self.after, self.mlp = nn.RMSNorm(hidden), Gated(hidden, 5 * hidden // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        output: Tensor = x + self.mlp(self.after(x))
+        return output
+
+
+class Gated(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, middle: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(hidden, middle, bias=False), nn.Linear(hidden, middle)
+        self.down = nn.Linear(middle, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return output
+
+
+def text(losses: Losses) -> Tensor:
+    """Return the loss of the examples' transformer."""
+    return losses.text
+
+
+def _random(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + step)
+
+
+def gpt(dtype: torch.dtype = torch.float64) -> Case:
+    """Return the transformer of the examples, whose embedding and head are one parameter."""
+    model = LanguageModel(Shape(layers=6, hidden=16, heads=4, sequence=9), 1).to(dtype)
+    model.bytes.weight.mcr_shared = True  # type: ignore[attr-defined]
+    return Case(model, text, lambda step: torch.randint(0, 256, (ITEMS, 10), generator=_random(step)))
+
+
+def mlp() -> Case:
+    """Return a plain chain, whose batch is a pair."""
+    torch.manual_seed(2)
+    sizes = [7, 12, 10, 9, 11, 5]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    model = nn.Sequential(*layers[:-1]).double()
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(ITEMS, sizes[0], dtype=torch.float64, generator=_random(step))
+        return x, torch.randint(0, sizes[-1], (ITEMS,), generator=_random(step))
+
+    return Case(model, functional.cross_entropy, batch)
+
+
+def layers(kv_heads: int) -> Case:
+    """Return layers of attention with separate linear layers, between two others."""
+    torch.manual_seed(3)
+    width, heads = 24, 6
+    inner = [Layer(width, heads, kv_heads) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(5, width), *inner, nn.Linear(width, 3)).double()
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(ITEMS, 8, 5, dtype=torch.float64, generator=_random(step))
+        return x, torch.randn(ITEMS, 8, 3, dtype=torch.float64, generator=_random(-step))
+
+    return Case(model, functional.mse_loss, batch)
+
+
+CASES: Final[dict[str, Callable[[], Case]]] = {
+    "gpt": gpt,
+    "mlp": mlp,
+    "separate": lambda: layers(6),
+    "grouped": lambda: layers(3),
+    "bfloat16": lambda: gpt(torch.bfloat16),
+}
+
+
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    """Return an optimizer with two groups of parameters."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if param.ndim > 1], "lr": 0.02},
+        {"params": [param for param in params if param.ndim < 2], "lr": 0.003},
+    ]
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, weight_decay=0.1)
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def profile_of(case: Case) -> Profile:
+    """Return the profile with times that do not depend on the run, so that stages do not."""
+    found = mcr.profile(case.model, case.batch(0), loss=case.loss, repeats=1)
+    blocks = [
+        block.model_copy(update={"forward": 1.0 + block.parameters, "backward": 2.0, "recompute": 1.0})
+        for block in found.blocks
+    ]
+    return found.model_copy(update={"blocks": tuple(blocks)})
+
+
+def plan_of(profile: Profile, ranks: int, spec: Mapping[str, Any]) -> ModelPlan:
+    """Return a named plan, a hybrid one, or a pipeline of which some ranks have nothing."""
+    options = dict(spec.get("options", {}))
+    if spec["plan"] == "idle":
+        plan = ModelPlan(profile, ranks)
+        plan.assign(..., ranks - 1)
+        plan.assign(0, 0)
+        return plan
+    if options.get("recompute"):
+        options["recompute"] = ...
+    return (hybrid if spec["plan"] == "hybrid" else NAMED[spec["plan"]])(profile, ranks, **options)
+
+
+class Reference(NamedTuple):
+    """Losses, and the last gradients and parameters by name."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def one_process(case: Case, kind: str, steps: int) -> Reference:
+    """Train a copy of the model here."""
+    model = copy.deepcopy(case.model)
+    optimizer = optimizer_of(model, kind)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        batch = case.batch(step)
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        loss = case.loss(model(inputs[0]), *inputs[1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        found.append(loss.item())
+    own = dict(model.named_parameters())
+    gradients = {name: param.grad for name, param in own.items() if param.grad is not None}
+    return Reference(found, gradients, {name: param.detach() for name, param in own.items()})
+
+
+def whole_gradients(parallel: ParallelModel) -> dict[int, Tensor]:
+    """Return the gradients of this rank's parameters, by their identity; of all shards."""
+    found: dict[int, Tensor] = {}
+    for bucket in parallel.buckets:
+        flat = bucket.gradients
+        if bucket.held != "whole":
+            assert bucket.comm is not None
+            bucket.gather()
+            flat = torch.empty_like(bucket.gradients)
+            bucket.comm.all_gather_into_tensor(flat, bucket.shard.grad)
+        sizes = [param.numel() for param in bucket.params]
+        for param, own in zip(bucket.params, flat.split([*sizes, len(flat) - sum(sizes)]), strict=False):
+            found[id(param)] = own.view_as(param)
+    return found
+
+
+def compared(parallel: ParallelModel, reference: Reference, close: float) -> Iterator[tuple[str, list[int]]]:
+    """Compare this rank's parts with one process; yield names, first and end units, and their number."""
+    gradients = whole_gradients(parallel)
+    names = {name for block in parallel._blocks for name in parallel.plan.blocks[block].names}
+    for name in sorted(names):
+        param = parallel._now(name)
+        cut = getattr(param, "mcr_cut", None)
+
+        def own(whole: Tensor, cut: Any = cut) -> Tensor:
+            return whole if cut is None else cut[1].take(whole, cut[2], cut[3])
+
+        for what, mine, theirs in (
+            ("gradient", gradients[id(param)], own(reference.gradients[name])),
+            ("parameter", param.detach(), own(reference.parameters[name])),
+        ):
+            assert mine.shape == theirs.shape, f"{what} of {name}: {mine.shape}, not {theirs.shape}"
+            error = (mine - theirs).abs().max().item()
+            limit = close * max(theirs.abs().max().item(), 1e-4)
+            assert error <= limit, f"{what} of {name}: differs by {error:.3g}, at most {limit:.3g}"
+        yield name, [0, 1, 1] if cut is None else [*cut[2], cut[3]]
+
+
+def train(specs: Sequence[Mapping[str, Any]], steps: int, config: Any = None) -> list[str]:
+    """Train models one after another under their plans; return what went wrong."""
+    torch.set_num_threads(1)
+    wrong: list[str] = []
+    known: dict[str, tuple[Case, Profile]] = {}
+    references: dict[tuple[str, str], Reference] = {}
+    with mcr.init(config):
+        for spec in specs:
+            name, kind = spec["case"], spec["optimizer"]
+            if name not in known:
+                known[name] = (case := CASES[name](), profile_of(case))
+            case, profile = known[name]
+            if (name, kind) not in references:
+                references[name, kind] = one_process(case, kind, steps)
+            plan = plan_of(profile, mcr.get_world_size(), spec)
+            case = case._replace(model=copy.deepcopy(case.model))
+            found = steps_of(case, plan, kind, steps, references[name, kind], spec.get("close", CLOSE))
+            wrong += [f"{spec}: {each}" for each in found]
+    return wrong
+
+
+def steps_of(
+    case: Case, plan: ModelPlan, kind: str, steps: int, reference: Reference, close: float
+) -> list[str]:
+    """Train a model under a plan; return what differs from one process."""
+    optimizer = optimizer_of(case.model, kind)
+    parallel = mcr.parallelize(case.model, optimizer, plan, loss=case.loss)
+    wrong = []
+    for step, expected in enumerate(reference.losses):
+        loss = parallel.step(case.batch(step)).item()
+        optimizer.step()
+        if not abs(loss - expected) <= close * abs(expected):
+            wrong.append(f"step {step}: loss {loss!r}, not {expected!r}")
+    found = {}
+    try:
+        found = dict(compared(parallel, reference, close))
+    except AssertionError as error:
+        wrong.append(str(error))
+    return [*wrong[:2], *uncovered(mcr.all_gather_object(found), reference)]
+
+
+def uncovered(everyone: Sequence[Mapping[str, Any]], reference: Reference) -> Iterator[str]:
+    """Yield the parameters of which no rank has some part."""
+    for name in reference.parameters:
+        parts = sorted({tuple(found[name]) for found in everyone if name in found})
+        at = 0
+        for low, high, _ in parts:
+            at = max(at, high) if low <= at else at
+        if not parts or at < parts[0][2]:
+            yield f"{name}: parts {parts} of ranks"

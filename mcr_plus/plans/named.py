@@ -12,7 +12,7 @@ import numpy as np
 
 from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.layout.regions import Ints
-from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.blocks import ModelBlock, Profile
 from mcr_plus.plans.language import B, Blocks, F, Held, ModelPlan, PlanStep, W
 
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
@@ -94,59 +94,73 @@ def sequence_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> M
     return plan
 
 
-def spatial(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
-    """Cut volumes into slabs where blocks have them, and the batch elsewhere (Dryden et al. 2019,
-    arXiv 1903.06681).
+def by_kind(
+    profile: Profile, ranks: int, axis_of: Callable[[ModelBlock, int], str], *, name: str,
+    micro_batches: int = 1, data: int = 1,
+) -> ModelPlan:  # fmt: skip
+    """Cut the batch among `data` groups, and each block within them along its own axis, or into replicas.
+
+    `axis_of`: of a block and a number of parts; replicas where it has fewer, or no such axis.
     """
-    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="spatial")
-    for index, block in enumerate(plan.blocks):
-        slabs = min(block.axes["space"].parts[0], block.shape[2]) if "space" in block.axes else 0
-        _cut_or_replicate(plan, index, "space" if slabs >= ranks else "batch", ranks)
-        plan.assign(index, np.arange(ranks))
-    return plan
-
-
-def _cut_or_replicate(plan: ModelPlan, index: int, axis: str, parts: int) -> None:
-    axes = plan.blocks[index].axes
-    micro_batches = plan.micro_batches if axis == "batch" else 1
-    if axis in axes and axes[axis].parts[0] // micro_batches >= parts:
-        plan.cut(index, axis, parts)
-    else:
-        plan.replicate(index, parts)
-
-
-def splitbrain(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
-    """Cut the batch for convolutions, and columns of dense layers (Lai et al. 2021, arXiv 2112.15317)."""
-    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="splitbrain")
-    for index, block in enumerate(plan.blocks):
-        hidden = block.axes.get("hidden")
-        wide = "Linear" in block.kind and hidden is not None and hidden.parts[0] >= ranks
-        _cut_or_replicate(plan, index, "hidden" if wide else "batch", ranks)
-        plan.assign(index, np.arange(ranks))
-    return plan
-
-
-def _dealt(profile: Profile, ranks: int, micro_batches: int, axis: str, name: str) -> ModelPlan:
     plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name=name)
-    if not any(axis in block.axes for block in plan.blocks):
-        raise InvalidArgument(f"{name}: no block has {axis}")
+    parts, rest = divmod(ranks, data)
+    if rest:
+        raise InvalidArgument(f"{name}: {ranks} ranks in {data} groups")
     for index, block in enumerate(plan.blocks):
-        if axis in block.axes:
-            plan.cut(index, axis, ranks, outside="batch")
+        if data > 1:
+            plan.cut(index, "batch", data)
+        axis = axis_of(block, parts)
+        many = block.axes[axis].parts[0] if axis in block.axes else 0
+        if many // (data * micro_batches if axis == "batch" else 1) < parts:
+            plan.replicate(index, parts)
         else:
-            plan.cut(index, "batch", ranks)
+            plan.cut(index, axis, parts, "batch" if block.axes[axis].how == "exchange" else None)
         plan.assign(index, np.arange(ranks))
     return plan
 
 
-def expert_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+def spatial(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
+    """Cut volumes into slabs where blocks have them, and the batch elsewhere.
+
+    Dryden et al. 2019, arXiv 1903.06681; with `data`, Oyama et al. 2020, arXiv 2007.12856.
+    """
+
+    def axis_of(block: ModelBlock, parts: int) -> str:
+        slabs = min(block.axes["space"].parts[0], block.shape[2]) if "space" in block.axes else 0
+        return "space" if slabs >= parts else "batch"
+
+    return by_kind(profile, ranks, axis_of, micro_batches=micro_batches, data=data, name="spatial")
+
+
+def splitbrain(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
+    """Cut the batch for convolutions, and columns of dense layers (Lai et al. 2021, arXiv 2112.15317)."""
+
+    def axis_of(block: ModelBlock, parts: int) -> str:
+        hidden = block.axes.get("hidden")
+        wide = "Linear" in block.kind and hidden and hidden.how == "columns" and hidden.parts[0] >= parts
+        return "hidden" if wide else "batch"
+
+    return by_kind(profile, ranks, axis_of, micro_batches=micro_batches, data=data, name="splitbrain")
+
+
+def _dealt(profile: Profile, ranks: int, micro_batches: int, data: int, axis: str, name: str) -> ModelPlan:
+    if not any(axis in block.axes for block in profile.blocks):
+        raise InvalidArgument(f"{name}: no block has {axis}")
+
+    def axis_of(block: ModelBlock, _: int) -> str:
+        return axis if axis in block.axes else "batch"
+
+    return by_kind(profile, ranks, axis_of, micro_batches=micro_batches, data=data, name=name)
+
+
+def expert_parallel(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
     """Cut the batch, and deal experts (GShard; Lepikhin et al. 2020, arXiv 2006.16668)."""
-    return _dealt(profile, ranks, micro_batches, "experts", "expert_parallel")
+    return _dealt(profile, ranks, micro_batches, data, "experts", "expert_parallel")
 
 
-def tables_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+def tables_parallel(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
     """Cut the batch, and deal embedding tables (DLRM; Naumov et al. 2019, arXiv 1906.00091)."""
-    return _dealt(profile, ranks, micro_batches, "tables", "tables_parallel")
+    return _dealt(profile, ranks, micro_batches, data, "tables", "tables_parallel")
 
 
 def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 1) -> ModelPlan:

@@ -9,13 +9,14 @@ Its mean over tokens is Switch's loss, so that it adds up over shards of a batch
 from __future__ import annotations
 
 import torch
+from corpus import VOCABULARY
 from criteo import DENSE, SPARSE
 from experts import ExpertShape
 from libraries import JobError
 from model import ModelConfig, interact, mlp
 from torch import Tensor, nn
 from torch.nn import functional
-from transformer import STD, VOCABULARY, Attention, FeedForward, Linears, linear
+from transformer import STD, Attention, FeedForward, Linears, linear
 
 import mcr_plus as mcr
 from mcr_plus import autograd, expert

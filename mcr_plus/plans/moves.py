@@ -36,10 +36,11 @@ def moves(proved: ProvedPlan, block: int, axis: int, rank: int, comms: Comms) ->
             partial(autograd.all_reduce, group=comm, tag=tag),
         )
     dim = plan.blocks[block].axes[cut.outside].dims[0]
-    lengths = {
-        tuple(proved.tensors.end(block, "input", micro, slice_).local_shape(rank)[dim] for rank in ranks)
+    inputs = [
+        proved.tensors.end(block, "input", micro, slice_)
         for micro in range(plan.micro_batches) for slice_ in range(plan.slices)
-    }  # fmt: skip
+    ]  # fmt: skip
+    lengths = {tuple(each.locals[rank][dim] for rank in ranks) for each in inputs}
     return (
         _AlongDim(ranks, dim, lengths, comm, tag, sums=False),
         _AlongDim(ranks, dim, lengths, comm, tag, sums=True),

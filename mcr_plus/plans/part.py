@@ -35,7 +35,7 @@ class _OnMeta(TorchFunctionMode):
     in_use = False
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.computed: list[Tensor] = []
         self.input: Tensor | None = None
         self.is_used = False

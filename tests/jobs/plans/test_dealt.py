@@ -93,7 +93,8 @@ class Untold(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
-        return torch.stack([one(x) for one in self.own], dim=-1) @ weights.unsqueeze(-1)
+        answers: Tensor = torch.stack([one(x) for one in self.own], dim=-1) @ weights.unsqueeze(-1)
+        return answers
 
 
 def refused() -> list[str]:

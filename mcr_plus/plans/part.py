@@ -133,7 +133,7 @@ class ModelPart:
 
     def _forward(self, forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
         """Run a module; before the blocks of a pass, only once for the shapes of its input."""
-        if self._prefix is None:
+        if not _OnMeta.in_use:
             return forward(*args, **kwargs)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs)))
         if shapes not in known:

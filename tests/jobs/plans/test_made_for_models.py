@@ -67,7 +67,7 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.relu(x) + layer(x) * x.mean()
+            x = layer(x) * x.mean(-1, keepdim=True) + torch.relu(x)
         return x[..., :2]
 
 

@@ -7,7 +7,8 @@ ranks add in one order anyway. *One core*: the exact sum of several buffers, our
 accumulators have three bins of 13 bits as in ReproBLAS (Demmel & Nguyen, 2015), compiled with -O3 for this
 processor; in GB/s of addends. The C++ sum is reproducible and not exact. *Bytes*: what a network interface
 sends for an all_reduce of 16 MiB between two network namespaces (as root). *Steps*: with gradients by `fast`,
-`fixed`, and with `accumulate="exact"`, two backward passes each, in turns. The report goes to
+`fixed`, with `accumulate="exact"`, and by `fast` with `observe: {digests: FOLDER}`, two backward passes each,
+in turns. The report goes to
 benchmarks/results/sums_<hardware>_<yyyymm>.md.
 """
 
@@ -21,7 +22,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import harness
 import torch
@@ -45,7 +46,7 @@ FROM: Final = {"fixed": {"msccl": 64 << 10}, "exact": {}}  # bytes from which th
 CALLERS: Final = (2, 4)  # ranks
 BUFFERS: Final = (2, 4, 8)
 NUMEL: Final = 1 << 20
-STEP_WAYS: Final = ("fast", "fixed", "accumulate")
+STEP_WAYS: Final = ("fast", "fixed", "accumulate", "digests")
 SENT: Final = 16 << 20
 BINNED: Final = r"""
 #include <cmath>
@@ -118,8 +119,10 @@ def steps(rounds: int, count: int) -> dict[str, list[float]] | None:
     ranks: list[int] = []
 
     def turn(way: str) -> float:
-        sums = "fixed" if way == "fixed" else "fast"
-        with mcr.init({"version": 1, "numerics": {"sums": sums}}) as comm:
+        config: dict[str, Any] = {"version": 1, "numerics": {"sums": "fixed" if way == "fixed" else "fast"}}
+        if way == "digests":
+            config["observe"] = {"digests": folder}
+        with mcr.init(config) as comm:
             ranks.append(comm.rank)
             model = LanguageModel(Shape(), 0)
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -136,7 +139,8 @@ def steps(rounds: int, count: int) -> dict[str, list[float]] | None:
                 spent.append(1e3 * (time.perf_counter() - began))
         return median(spent[3:])
 
-    found = harness.in_turns({way: way for way in STEP_WAYS}, rounds, turn)
+    with tempfile.TemporaryDirectory() as folder:
+        found = harness.in_turns({way: way for way in STEP_WAYS}, rounds, turn)
     return found if ranks[0] == 0 else None
 
 

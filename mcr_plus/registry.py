@@ -85,7 +85,7 @@ TABLE_FORMATS: dict[str, object] = {
 }
 """Other libraries' formats of tables, see `mcr_plus.tables.interchange.exchange.TableFormat`."""
 REPRODUCIBLE: dict[str, str] = {
-    "sums over this library": "mcr_plus.reproducible.steps:OrderedSum",
+    "sums over this library": "mcr_plus.reproducible.steps:ordered_sum",
     "accumulate='exact'": "mcr_plus.reproducible.accumulators:ExactPasses",
 }
 """Classes by what needs them: those that need them may not import them."""

@@ -92,7 +92,10 @@ def operations_table() -> list[OperationRow]:
 def _sums(backend: str) -> tuple[Literal["native", "emulated"], str]:
     if backend == "local" or backend_class(backend).adds_in_order:
         return "native", ""
-    return "emulated", "values of all ranks, moved in parts or whole and added by one rank or by each"
+    return (
+        "emulated",
+        "floating-point values of all ranks, in parts or whole, added by one rank or each",
+    )
 
 
 def _sample(kind: Kind, backend: str) -> Signature:

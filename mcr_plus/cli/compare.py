@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 def compare(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="That `observe: {digests: …}` has written.")],
     run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The same of another run.")],
+    keep: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Most elements to show, of those that both runs have kept."),
+    ] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Name the first operation at which two runs part: rank, line, and whether input or output differ.
@@ -25,7 +29,7 @@ def compare(
     """
     from mcr_plus.reproducible.compare import compare as compared
 
-    result = compared(run_a, run_b)
+    result = compared(run_a, run_b, keep)
     if as_json:
         first = result.first and asdict(result.first)
         found = {"same": not first, "operations": result.operations, "notes": result.notes, "first": first}
@@ -65,4 +69,4 @@ def _print(first: Parting) -> None:
         print_table(title, ("element", "A", "B"), [tuple(map(str, row)) for row in kept.first])
     if first.what in ("input", "output") and first.has_inputs and not first.elements:
         keep = f"observe: {{digests: {{folder: …, keep: '{first.stream}#{first.number}'}}}}"
-        typer.echo(f"for the elements, repeat both runs with {keep}", err=True)
+        typer.echo(f"not both runs have kept its elements: repeat them with {keep}", err=True)

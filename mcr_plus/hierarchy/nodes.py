@@ -52,6 +52,12 @@ class Nodes:
         """Number of ranks per node: L."""
         return len(self.ranks[0])
 
+    @property
+    def are_subtrees(self) -> bool:
+        """Whether the tree of `sums: fixed` has a tree of each node's ranks, and one over the nodes."""
+        ranks = [rank for node in self.ranks for rank in node]
+        return ranks == sorted(ranks) and self.size.bit_count() == 1
+
     def groups(self, part: Part) -> Sequence[tuple[int, ...]]:
         """Return the group ranks of every group of a part."""
         return list(zip(*self.ranks, strict=True)) if part == "inter" else self.ranks

@@ -27,6 +27,7 @@ from mcr_plus.backends import assumed_backends, backend_class
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.buffers import Pool
 from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import format_size
 from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, may_have_nodes, nodes_of
@@ -105,6 +106,8 @@ class HierarchicalStage(Stage):
             return reason
         compress = steps.steps["inter"].compress
         treatment = next.treatment(steps.steps["inter"])
+        if signature.sums is not None and treatment.codec is not None:
+            return f"sums: {signature.sums} with a codec has an order over all ranks"
         if signature.kind == "broadcast" and treatment.forwards and treatment.compress is not False:
             whole = signature.replace(compress=treatment.compress if compress is None else compress)
             from mcr_plus.hierarchy.forward import ForwardedBroadcast
@@ -120,8 +123,11 @@ class HierarchicalStage(Stage):
         assert signature.dtype is not None
         if signature.backend is not None:
             return f"backend {signature.backend} is named by the call or a rule"
-        if signature.sums is not None:
-            return f"sums: {signature.sums} has an order over all ranks"
+        # A half type's sum of a node would be rounded, as would an exact one.
+        if signature.sums == "exact" or (signature.sums == "fixed" and signature.dtype.itemsize == 2):
+            return f"sums: {signature.sums} of {dtype_name(signature.dtype)} is rounded once, over all ranks"
+        if signature.sums is not None and not nodes.are_subtrees:
+            return f"sums: {signature.sums} is a tree over all ranks, of which nodes are no parts"
         if signature.device == "cuda" and self._options.names_nothing:
             return "CUDA's libraries know the hosts; name `nodes`, `local` or `inter` for steps"
         if signature.nbytes < self._options.min:

@@ -57,8 +57,13 @@ class Pipeline:
 
         Its `sums` may be those of the call; the result's signature has those that apply.
         """
-        signature = signature.replace(sums=_sums_of(signature, self._context.config))
-        notes: list[Note] = []
+        config, notes = self._context.config, list[Note]()
+        wanted = "fast" if signature.reduce_op is None else signature.sums or config.sums_for(signature)
+        signature = signature.replace(sums=_sums_of(signature, config))
+        if wanted != "fast" and signature.sums is None:
+            what = f"{signature.reduce_op} of {dtype_name(signature.dtype)}"
+            text = f"{what} is exact in every order, so sums: {wanted} changes nothing"
+            notes.append(Note("sums", signature, text))
         return BoundChain(signature, self._bind_from(0, signature, notes), notes)
 
     @cached_property

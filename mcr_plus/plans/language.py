@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from types import EllipsisType
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -187,7 +187,9 @@ class ModelPlan:
             self.split[index] = True
 
     def hold(self, blocks: Blocks, held: Held) -> None:
-        """Set how ranks with the same parameters hold them; see `held`."""
+        """Set how ranks with the same parameters hold them; see `held`. Raises `InvalidArgument`."""
+        if held not in get_args(Held):
+            raise InvalidArgument(unknown("held", held, get_args(Held)))
         for index in self.indices(blocks):
             self.held[index] = held
 
@@ -253,11 +255,15 @@ class ModelPlan:
         count = len(self.profile.blocks)
         if blocks is ...:
             return list(range(count))
-        found = list(range(count)[blocks]) if isinstance(blocks, slice) else sorted(np.atleast_1d(blocks))
+        found = (
+            list(range(count)[blocks])
+            if isinstance(blocks, slice)
+            else sorted(np.atleast_1d(blocks).tolist())
+        )
         for index in found:
             if whole_number(index) is None or not 0 <= index < count:
                 raise InvalidArgument(f"blocks: {short(index)}; the profile has blocks 0 to {count - 1}")
-        return [int(index) for index in found]
+        return found
 
     def parts(self, block: int) -> tuple[int, ...]:
         """Return the number of parts of each cut of a block."""

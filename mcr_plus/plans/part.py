@@ -106,8 +106,9 @@ class ModelPart:
             Unsupported: the model's forward does not reach the blocks as it did in the profile.
         """
         self._range, self._stop, self._calls = blocks, blocks.stop, {}
+        self._reached = set[int]()
         self.whole.take(batch)
-        self._reached = not blocks.start
+        self._has_begun = not blocks.start
         if blocks.start:
             self._prefix = _OnMeta()
             self._prefix.input = x
@@ -120,13 +121,14 @@ class ModelPart:
         finally:
             self._leave_prefix()
             self._range = range(0)
-        if not self._reached:
-            raise Unsupported(f"model: its forward does not call {self._names[blocks.start]}")
+        for index in blocks:
+            if index not in self._reached:
+                raise Unsupported(f"model: its forward does not call {self._names[index]}, as in the profile")
         return result
 
     def _leave_prefix(self) -> None:
         if self._prefix is not None:
-            if self._reached:
+            if self._has_begun:
                 self._is_used_later[self._range] = self._prefix.is_used
             self._prefix.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._prefix, _OnMeta.in_use = None, False
@@ -145,11 +147,16 @@ class ModelPart:
             return None
         count = self._calls[module] = self._calls.get(module, 0) + 1
         index = self._starts[module].get(count)
+        self._reached.update(() if index is None else (index,))
         if index is not None and index == self._stop:
             tensors = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
             raise _Left(next((tensor for tensor in tensors if tensor.requires_grad), tensors[0]))
-        if index == self._range.start and self._prefix is not None and not self._reached:
-            self._reached, prefix = True, self._prefix
+        if index == self._range.start and self._prefix is not None and not self._has_begun:
+            self._has_begun, prefix = True, self._prefix
+            if prefix.input is not None and getattr(module, "inplace", False):
+                prefix.input = (
+                    prefix.input.clone()
+                )  # autograd refuses to change a leaf; it may be needed again
             given = prefix.begin(args, kwargs)
             if not self._is_used_later.get(self._range, True):
                 self._leave_prefix()

@@ -71,7 +71,12 @@ class SavedModelPlan(StrictModel):
 
 
 def save_plan(plan: ModelPlan, path: str | Path) -> None:
-    """Write a plan as JSON, one block or rank per line. Raises `ConfigError` if that fails."""
+    """Write a plan as JSON. Raises `ConfigError` if that fails."""
+    write_text(Path(path), plan_text(plan))
+
+
+def plan_text(plan: ModelPlan) -> str:
+    """Return a plan as JSON, one block or rank per line."""
     blocks = [
         {
             "cuts": plan.cuts[index], "recomputed": plan.recomputed[index], "split": plan.split[index],
@@ -88,7 +93,7 @@ def save_plan(plan: ModelPlan, path: str | Path) -> None:
     lines.append(' "blocks": [\n  ' + ",\n  ".join(map(json.dumps, blocks)) + "\n ]")
     orders = [f'"{rank}": {json.dumps([*map(_text, plan.order_of(rank))])}' for rank in range(plan.ranks)]
     lines.append(' "orders": {\n  ' + ",\n  ".join(orders) + "\n }")
-    write_text(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def load_plan(path: str | Path, profile: Profile) -> ModelPlan:

@@ -173,7 +173,8 @@ def _check_parts(plan: ModelPlan, block: int) -> None:
     if (high - low).prod(axis=1).sum() > np.prod([cuts[axis].parts for axis in keyed]):
         below = high > low[:, None]
         meet = (below & below.swapaxes(0, 1)).all(axis=2) & ~np.eye(len(kinds), dtype=bool)
-        one, two = ((kinds[kind] == firsts.T).all(axis=1).argmax() for kind in np.argwhere(meet)[0])
+        of_kind = (firsts.T[:, None] == kinds).all(axis=2)
+        one, two = of_kind.argmax(axis=0)[np.argwhere(meet)[0]].tolist()
         text = f"some of its parts of the parameters, but not all, are on rank {two}, too"
         refuse(own & (np.arange(plan.ranks) == one), text)
     if plan.blocks[block].random and copies:
@@ -430,6 +431,15 @@ def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = T
     return share
 
 
+def runs_in_turn(plan: ModelPlan, block: int, rank: int) -> bool:
+    """Return whether a rank runs parts of a sum one after another, each again for its backward pass."""
+    at = np.argwhere(plan.places[block] == rank)
+    return any(
+        len(np.unique(at[:, 2 + axis])) > 1
+        for axis, cut in enumerate(plan.cuts[block]) if plan.how(block, cut) == "sum"
+    )  # fmt: skip
+
+
 def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
     """Return the seconds of a rank's parts of a task, in proportion to their sizes."""
     block, share = plan.blocks[task.block], work_share(plan, tensors, task, rank)
@@ -437,5 +447,6 @@ def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     if task.kind == "F":
         return forward
     backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
-    again = forward if task.kind == "B" and plan.recomputed[task.block] else 0.0
+    is_again = plan.recomputed[task.block] or runs_in_turn(plan, task.block, rank)
+    again = forward if task.kind == "B" and is_again else 0.0
     return again + (backward / 2 if plan.split[task.block] else backward)

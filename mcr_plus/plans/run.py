@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, starmap
 from typing import Any, cast
@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mcr_plus.api.collectives import broadcast_object
+from mcr_plus.bucketing.step import model_hash
+from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
+from mcr_plus.plans.checkpoint import load_state_dict, state_dict
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
 from mcr_plus.plans.moves import moves, open_groups, peers
@@ -55,7 +59,8 @@ def parallelize(
 ) -> ParallelModel:  # fmt: skip
     """Return the model as a plan says, for this rank: its blocks, and its parts of them.
 
-    Collective over the job. All ranks pass equal models, and the same plan. The model and the optimizer are
+    Collective over the job. All ranks pass equal models; the plan is that of rank 0, as ranks measure other
+    times. The model and the optimizer are
     changed: parameters of other ranks move to the meta device, and the optimizer has this rank's. Batch norm
     and other modules without axes run whole.
 
@@ -84,7 +89,8 @@ def parallelize(
         assert parallel.step(batch) < first
         ```
     """
-    proved = plan if isinstance(plan, ProvedPlan) else prove(plan)
+    first = broadcast_object(plan.plan if isinstance(plan, ProvedPlan) else plan, 0)
+    proved = plan if isinstance(plan, ProvedPlan) and plan.plan is first else prove(first)
     if proved.plan.ranks != get_world_size():
         raise InvalidArgument(f"plan: made for {proved.plan.ranks} ranks; the job has {get_world_size()}")
     if optimizer.state:
@@ -116,6 +122,7 @@ class ParallelModel:
         for block in self._blocks:
             self._cut(block)
         new = {name: self._now(name) for name in old if name in names}
+        self._parameters = {name: param for name, param in new.items() if not param.is_meta}
         self.part = ModelPart(model, loss, self.plan.profile)
         groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.buckets = make_buckets(self._own(old, new, groups), self._comms)
@@ -135,6 +142,12 @@ class ParallelModel:
 
     def _check(self) -> None:
         plan = self.plan
+        params = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        trained = ((name, param.shape, dtype_name(param.dtype)) for name, param in params)
+        if model_hash(trained) != plan.profile.model:
+            raise InvalidArgument(
+                "model: its parameters have other names, shapes or dtypes than the profile's"
+            )
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]
             for cut in cuts:
@@ -294,6 +307,18 @@ class ParallelModel:
             and not self._tensors.gradients(block, after.micro, after.slice).made.is_partial
         )
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters by their names in the model; they may be parts (see `checkpoint`)."""
+        return self._parameters
+
+    def state_dict(self, to: int = 0) -> dict[str, Tensor]:
+        """Return the parameters of the whole model on one rank; see `checkpoint.state_dict`. Collective."""
+        return state_dict(self, to)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set this rank's parts from parameters of the whole model; see `checkpoint.load_state_dict`."""
+        load_state_dict(self, state)
+
     # -- step -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Tensor:
@@ -316,6 +341,7 @@ class ParallelModel:
             bucket.reset()
         self._loss: Tensor | None = None
         self._batch = batch
+        self._past.kept.clear()  # of blocks without a backward pass
         for call in self._program:
             call()
         self._batch = None
@@ -400,10 +426,10 @@ class ParallelModel:
             graph.dy = self._take((last + 1, graph.micro, graph.slice, True))
         if self.plan.split[last]:
             self._input_alone(graph)
-        else:
+        elif graph.y.requires_grad:  # else its parameters are frozen, and nothing is before it
             roots, gradients = graph.past.gradients()
             torch.autograd.backward([graph.y, *roots], [graph.dy, *gradients])
-            graph.past.end()
+        graph.past.end()
         if graph.x is not None and graph.x.requires_grad:
             assert graph.x.grad is not None
             self._made[graph.blocks[0], graph.micro, graph.slice, True] = graph.x.grad
@@ -426,8 +452,10 @@ class ParallelModel:
     def _weights(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
+        assert graph.y is not None
         if graph.x is None or not graph.x.requires_grad:
-            torch.autograd.backward(graph.y, graph.dy)  # type: ignore[arg-type]
+            if graph.y.requires_grad:
+                torch.autograd.backward(graph.y, graph.dy)
         else:
             stage_backward_weight(self._trained(graph), graph.groups)
         graph.x = graph.y = graph.dy = None

@@ -176,6 +176,15 @@ def search(
     return SearchResult(tuple(ordered[:best]), work / ranks, tried)
 
 
+def prepare() -> None:
+    """Compile the kernels of a search, or load them from disk."""
+    ones = np.ones(2)
+    few = np.ones(2, np.int64)
+    solve(BlockCosts(ones, ones, few, few, few, few, few, few, ones, ones), 1, 1, CELLS)
+    solve(BlockCosts(ones, ones, few * CELLS, few, few, few, few, few, ones, ones), 1, 1, CELLS)
+    solve(BlockCosts(ones, ones, few * CELLS, few * CELLS, few, few, few, few, ones, ones), 1, 1, CELLS)
+
+
 def _choices(
     profile: Profile, ranks: int, per_node: int, micro_batches: Sequence[int] | None
 ) -> Iterator[tuple[PlanChoice, int]]:

@@ -118,7 +118,6 @@ class GradientBucket:
             param.data = part.view_as(param)
         own = self.values.chunk(self.comm.size)[self.comm.rank]
         self.shard = nn.Parameter(own.clone() if self.held == "parameters" else own)
-        self.shard.grad = self.gradients.chunk(self.comm.size)[self.comm.rank]
         self._nbytes = self.values.untyped_storage().nbytes()
         self.drop()
 
@@ -128,8 +127,10 @@ class GradientBucket:
         return self.params if self.held == "whole" else [self.shard]
 
     def reset(self) -> None:
-        """Set the gradients to 0, before the passes of a step."""
+        """Set the gradients to 0, before the passes of a step; `zero_grad` may have taken them away."""
         self.gradients.zero_()
+        if self.comm is not None and self.held != "whole":
+            self.shard.grad = self.gradients.chunk(self.comm.size)[self.comm.rank]
         for param, view in zip(self.params, self._views, strict=True):
             param.grad = view
 
@@ -159,6 +160,13 @@ class GradientBucket:
             own = own.clone()
         assert self.comm is not None
         self.comm.all_gather_into_tensor(self.values, own, tag="plan.parameters")
+
+    def keep(self) -> None:
+        """Take over whole parameters that the program has set; free them if they are in shards."""
+        if self.held == "parameters":
+            assert self.comm is not None
+            self.shard.data.copy_(self.values.chunk(self.comm.size)[self.comm.rank])
+        self.drop()
 
     def drop(self) -> None:
         """Free the memory of whole parameters, if they are in shards."""

@@ -27,7 +27,6 @@ Found = dict[int, "tuple[Parting | None, dict[str, NDArray[Any]]]"]
 """By rank: its first parting, and by stream the numbers of operations whose inputs differ."""
 _ON_ALL: Final = ("all_reduce", "broadcast")
 """Kinds whose result is the same for any number of ranks."""
-_SHOWN: Final = 8  # elements
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,11 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
 
-def compare(one: Path, other: Path) -> Comparison:
-    """Compare the digests of two runs. Raises `ConfigError` if there are none, or they cannot be read."""
+def compare(one: Path, other: Path, keep: int = 8) -> Comparison:
+    """Compare the digests of two runs, with `keep` of the elements that differ.
+
+    Raises `ConfigError` if there are no digests, or they cannot be read.
+    """
     if one.resolve() == other.resolve():
         raise ConfigError(f"{other}: expected the folder of another run than {one}")
     runs, result = (files.worlds_in(one), files.worlds_in(other)), Comparison()
@@ -98,13 +100,13 @@ def compare(one: Path, other: Path) -> Comparison:
         if not paths[0] or not paths[1]:
             result.notes.append("only run {} has job {}, epoch {}".format("AB"[not paths[0]], *world))
         elif result.first is None:
-            _compare_world(world, paths, result)
+            _compare_world(world, paths, result, keep)
     if not runs[0].keys() & runs[1].keys():
         raise ConfigError(f"nothing can be compared: {'; '.join(result.notes)}")
     return result
 
 
-def _compare_world(world: files.World, paths: list[Files], result: Comparison) -> None:
+def _compare_world(world: files.World, paths: list[Files], result: Comparison, keep: int) -> None:
     found: Found = {}
     about: list[Any] = [None, None]
     notes: dict[str, list[int]] = {}
@@ -114,8 +116,7 @@ def _compare_world(world: files.World, paths: list[Files], result: Comparison) -
             of = digests.about
             about[at] = about[at] or of
             if (of.job, of.rank, of.size) != (about[at].job, rank, about[at].size):
-                text = "of another job than the files beside it; each run needs a folder of its own"
-                raise ConfigError(f"{paths[at][rank]}: {text}")
+                raise ConfigError(f"{paths[at][rank]}: of another job than the files beside it")
             if not digests.ended:
                 notes.setdefault(f"run {'AB'[at]} was killed, or goes on", []).append(rank)
         found[rank] = _compare_rank(world, rank, pair, notes, result)
@@ -131,7 +132,7 @@ def _compare_world(world: files.World, paths: list[Files], result: Comparison) -
         result.notes.append(f"{sizes}: in groups of other sizes only {' and '.join(_ON_ALL)} are compared")
     result.first = _first_of(found)
     if result.first is not None:
-        result.first.elements = _elements(result.first, paths)
+        result.first.elements = _elements(result.first, paths, keep)
 
 
 def _compare_rank(
@@ -223,7 +224,7 @@ def _first_of(found: Found) -> Parting | None:
     return order[0] if order else None
 
 
-def _elements(first: Parting, paths: list[Files]) -> list[Elements]:
+def _elements(first: Parting, paths: list[Files], most: int) -> list[Elements]:
     """Return the elements that differ on each rank, if both runs have kept them."""
     found, dtype = [], getattr(torch, first.dtype, torch.uint8)
     for rank in first.ranks:
@@ -233,7 +234,7 @@ def _elements(first: Parting, paths: list[Files]) -> list[Elements]:
             length = min(map(len, raw)) // dtype.itemsize
             bits = [each[: length * dtype.itemsize].reshape(length, dtype.itemsize) for each in raw]
             at: list[int] = np.flatnonzero((bits[0] != bits[1]).any(1)).tolist()
-            values = [torch.from_numpy(each[at[:_SHOWN]]).view(dtype).flatten().tolist() for each in bits]
+            values = [torch.from_numpy(each[at[:most]]).view(dtype).flatten().tolist() for each in bits]
             shown = [(index, str(a), str(b)) for index, a, b in zip(at, *values, strict=False)]
             found.append(Elements(rank, len(at), length, shown))
     return found

@@ -40,11 +40,12 @@ World = tuple[int, int]
 
 
 class About(NamedTuple):
-    """Facts about a rank. `job`: a name that is equal on all ranks of the world."""
+    """Facts about a rank. `job`: a name that is equal on all ranks of the world. `began`: Unix time."""
 
     job: str
     rank: int
     size: int
+    began: float = 0.0
 
 
 class CallOfProgram(NamedTuple):
@@ -86,7 +87,10 @@ def kept_file(path: Path, stream: str, number: int, part: str) -> Path:
 
 
 def worlds_in(folder: Path) -> dict[World, dict[int, Path]]:
-    """Return the files of a folder by world and rank; raise `ConfigError` if there are none."""
+    """Return the files of a folder by world and rank.
+
+    Raises `ConfigError` if there are none, or if some are of an earlier run: older than the first world.
+    """
     found: dict[World, dict[int, Path]] = defaultdict(dict)
     try:
         for path in folder.iterdir():
@@ -97,6 +101,14 @@ def worlds_in(folder: Path) -> dict[World, dict[int, Path]]:
         raise ConfigError(f"{folder}: cannot read: {error.strerror}; {_EXPECTED}") from None
     if not found:
         raise ConfigError(f"{folder}: has no files jobN-epochN-rankN.digests; {_EXPECTED}")
+    heads = {path: load(path).about for paths in found.values() for path in paths.values()}
+    first = [heads[path] for path in found[min(found)].values()]
+    newest = max(first, key=lambda head: head.began).job
+    began = min(head.began for head in first if head.job == newest)
+    if stale := sorted(path.name for path, head in heads.items() if head.began < began):
+        raise ConfigError(
+            f"{folder}: of an earlier run: {', '.join(stale)}; each run needs a folder of its own"
+        )
     return {world: dict(sorted(found[world].items())) for world in sorted(found)}
 
 

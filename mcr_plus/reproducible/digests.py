@@ -95,6 +95,8 @@ class DigestWriter(OperationHook):
         self._guarded(self._open, files.about_line(about))
 
     def _open(self, line: bytes) -> None:
+        for earlier in self._path.parent.glob(f"{self._path.stem}.*"):  # its kept elements, too
+            earlier.unlink()
         self._file = self._path.open("wb")
         self._file.write(line)
         self._file.flush()  # of a job that is killed at once, this is known

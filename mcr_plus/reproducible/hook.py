@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ class DigestHook(JobHook):
             from mcr_plus.reproducible.digests import DigestWriter
 
             number = max(self._jobs - 1, 0), 0 if world.roster is None else world.roster.epoch
-            about = files.About(job_id(runtime.engine.peers.processes), world.rank, world.size)
+            about = files.About(job_id(runtime.engine.peers.processes), world.rank, world.size, time.time())
             path = files.file_of(Path(options.folder).absolute(), number, world.rank)
             self._writer = DigestWriter(path, about, options)
             runtime.add_hook(self._writer)

@@ -22,6 +22,8 @@ from mcr_plus.reproducible.torch_sums import TorchSum
 
 SMALL: Final = 64 << 10
 """Most bytes of all ranks' values together that are gathered whole: a step costs more than these bytes."""
+SLICE: Final = 16 << 20
+"""Most bytes of an all_reduce at a time, so that caches still have values when they are added up."""
 _OWN: Final = ("prepare", "after", "input_counts", "output_counts")
 
 
@@ -122,3 +124,36 @@ class OrderedSum:
             space[values.numel() :].zero_()
 
         return space, fill
+
+
+class SlicedSum:
+    """An all_reduce of more than `SLICE` bytes, in slices; arguments are those of `OrderedSum`."""
+
+    def __init__(self, signature: Signature, *arguments: Any) -> None:
+        width, nbytes = (signature.dtype or torch.uint8).itemsize, signature.nbytes or 0
+        most = SLICE // (width * signature.ranks) * signature.ranks  # no slice but the last is padded
+        self._sizes = [min(most, nbytes // width - begin) for begin in range(0, nbytes // width, most)]
+        like, self._signature = signature.replace(call=signature.as_call()), signature
+        self._sums = {
+            size: OrderedSum(like.replace(shape=(size,), nbytes=size * width), *arguments)
+            for size in dict.fromkeys(self._sizes)
+        }
+        self.description = f"{len(self._sizes)} slices: {self._sums[self._sizes[0]].description}"
+
+    def start(self, message: Message) -> Work:
+        """Issue the slices; return their handle."""
+        extras: Any = {name: value for name, value in vars(message).items() if name not in _OWN}
+        inputs, outputs = (each[0].view(-1).split(self._sizes) for each in (message.inputs, message.outputs))
+        signature, works = self._signature, list[Work]()
+        first: Any = {"after": message.after, "prepare": message.prepare}
+        for pair in zip(inputs, outputs, strict=True):
+            part = Message(signature, pair[:1], pair[1:], **extras, **first)
+            works.append(self._sums[pair[0].numel()].start(part))
+            first = {} if message.after is None and message.prepare is None else {"after": works[0]}
+        return JointWork(works, signature.kind, nbytes=signature.nbytes or 0, tag=signature.tag)
+
+
+def ordered_sum(signature: Signature, *arguments: Any) -> OrderedSum | SlicedSum:
+    """Return an operation with `Signature.sums`."""
+    is_large = signature.kind == "all_reduce" and (signature.nbytes or 0) > SLICE
+    return (SlicedSum if is_large else OrderedSum)(signature, *arguments)

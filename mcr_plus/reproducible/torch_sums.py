@@ -1,8 +1,10 @@
-"""`SumTable` in plain torch, for tensors on a device."""
+"""`SumTable` for tensors on a device: by Triton's kernels on a GPU, or in plain torch, their reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -24,16 +26,35 @@ class TorchSum:
 
     def reduce(self, parts: torch.Tensor, out: torch.Tensor) -> None:
         """Reduce `parts` of all ranks, one after the other, into `out`: both flat and contiguous."""
-        rows = parts.view(self._ranks, -1)
+        rows, is_product = parts.view(self._ranks, -1), self._op == "PRODUCT"
         if self._sums == "exact":
             self._add(rows, out)
+        elif (kernels := _kernels_for(rows)) is not None:
+            wide = torch.empty_like(out, dtype=torch.float32) if self._dtype in _HALVES else out
+            kernels.tree(rows, wide, is_product)
+            out.copy_(wide)
         else:
-            wide = [row.float() if self._dtype in _HALVES else row for row in rows]
-            out.copy_(_tree(wide, torch.mul if self._op == "PRODUCT" else torch.add))
+            leaves = [row.float() if self._dtype in _HALVES else row for row in rows]
+            out.copy_(_tree(leaves, torch.mul if is_product else torch.add))
         if self._op == "AVG":
             out.div_(self._ranks)
 
     def _add(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        if (kernels := _kernels_for(rows)) is not None:
+            total = torch.empty_like(out, dtype=torch.float32) if self._dtype in _HALVES else out
+            lost = kernels.exact(rows, total)
+        else:
+            total, lost = self._totals(rows)
+        out.copy_(total)
+        index = lost.nonzero().view(-1)
+        if index.numel():
+            columns = rows[:, index].cpu().contiguous()
+            sums = torch.empty_like(columns[0])
+            SumTable("exact", self._dtype, "SUM", self._ranks).reduce(columns.view(-1), sums)
+            out[index] = sums.to(out.device)
+
+    def _totals(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return sums to be rounded once more, and which are wrong."""
         high = rows[0].double()
         low, lost = torch.zeros_like(high), torch.zeros_like(high, dtype=torch.bool)
         for row in rows[1:]:
@@ -46,13 +67,16 @@ class TorchSum:
         if self._dtype in _HALVES:
             single = total.float()
             total = _to_odd(single, total - single.double())
-        out.copy_(total)
-        index = lost.nonzero().view(-1)
-        if index.numel():
-            columns = rows[:, index].cpu().contiguous()
-            sums = torch.empty_like(columns[0])
-            SumTable("exact", self._dtype, "SUM", self._ranks).reduce(columns.view(-1), sums)
-            out[index] = sums.to(out.device)
+        return total, lost
+
+
+def _kernels_for(rows: torch.Tensor) -> Any:
+    """Return Triton's kernels if they can add up these values, otherwise None."""
+    if not rows.is_cuda or not rows.numel() or rows.is_complex() or find_spec("triton") is None:
+        return None
+    from mcr_plus.kernels.gpu import sums
+
+    return sums if len(rows) <= sums.MOST else None
 
 
 def _tree(

@@ -99,7 +99,7 @@ class SelectStage(Stage):
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
         choice, why, rule = self._choose(signature)
-        if signature.adds_in_order and choice != "local":
+        if signature.adds_in_order and signature.nbytes != 0 and choice != "local":
             name, _, algorithm = choice.partition(":")
             if algorithm and choice == signature.backend:
                 raise Unsupported(

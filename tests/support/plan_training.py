@@ -91,21 +91,23 @@ def _random(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(100 + step)
 
 
-def gpt(dtype: torch.dtype = torch.float64) -> Case:
-    """Return the transformer of the examples, whose embedding and head are one parameter."""
-    model = LanguageModel(Shape(layers=6, hidden=16, heads=4, sequence=9), 1).to(dtype)
+def gpt(ranks: int, dtype: torch.dtype = torch.float64) -> Case:
+    """Return the transformer of the examples, whose head is its embedding; two blocks a rank."""
+    model = LanguageModel(Shape(layers=2 * ranks - 2, hidden=16, heads=4, sequence=9), 1).to(dtype)
     model.bytes.weight.mcr_shared = True  # type: ignore[attr-defined]
     return Case(model, text, lambda step: torch.randint(0, 256, (ITEMS, 10), generator=_random(step)))
 
 
-def mlp() -> Case:
-    """Return a plain chain, whose batch is a pair."""
+def mlp(_: int) -> Case:
+    """Return a plain chain, whose batch is a pair; its first layer is frozen, others work in place."""
     torch.manual_seed(2)
     sizes = [7, 12, 10, 9, 11, 5]
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.Tanh()]
+        layers += [nn.Linear(before, after), nn.ReLU(inplace=True) if after % 2 else nn.Tanh()]
     model = nn.Sequential(*layers[:-1]).double()
+    for param in layers[0].parameters():
+        param.requires_grad_(False)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(ITEMS, sizes[0], dtype=torch.float64, generator=_random(step))
@@ -114,11 +116,11 @@ def mlp() -> Case:
     return Case(model, functional.cross_entropy, batch)
 
 
-def layers(kv_heads: int) -> Case:
+def layers(ranks: int, kv_heads: int) -> Case:
     """Return layers of attention with separate linear layers, between two others."""
     torch.manual_seed(3)
     width, heads = 24, 6
-    inner = [Layer(width, heads, kv_heads) for _ in range(6)]
+    inner = [Layer(width, heads, kv_heads) for _ in range(2 * ranks - 2)]
     model = nn.Sequential(nn.Linear(5, width), *inner, nn.Linear(width, 3)).double()
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -128,12 +130,12 @@ def layers(kv_heads: int) -> Case:
     return Case(model, functional.mse_loss, batch)
 
 
-CASES: Final[dict[str, Callable[[], Case]]] = {
+CASES: Final[dict[str, Callable[[int], Case]]] = {
     "gpt": gpt,
     "mlp": mlp,
-    "separate": lambda: layers(6),
-    "grouped": lambda: layers(3),
-    "bfloat16": lambda: gpt(torch.bfloat16),
+    "separate": lambda ranks: layers(ranks, 6),
+    "grouped": lambda ranks: layers(ranks, 3),
+    "bfloat16": lambda ranks: gpt(ranks, torch.bfloat16),
 }
 
 
@@ -150,11 +152,11 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def profile_of(case: Case) -> Profile:
-    """Return the profile with times that do not depend on the run, so that stages do not."""
+    """Return the profile with times that do not depend on the run, so that stages do not, but on the rank."""
     found = mcr.profile(case.model, case.batch(0), loss=case.loss, repeats=1)
     blocks = [
-        block.model_copy(update={"forward": 1.0 + block.parameters, "backward": 2.0, "recompute": 1.0})
-        for block in found.blocks
+        block.model_copy(update={"forward": 1.0 + number * mcr.get_rank(), "backward": 2.0, "recompute": 1.0})
+        for number, block in enumerate(found.blocks)
     ]
     return found.model_copy(update={"blocks": tuple(blocks)})
 
@@ -225,10 +227,10 @@ def compared(parallel: ParallelModel, reference: Reference, close: float) -> Ite
         def own(whole: Tensor, cut: Any = cut) -> Tensor:
             return whole if cut is None else cut[1].take(whole, cut[2], cut[3])
 
-        for what, mine, theirs in (
-            ("gradient", gradients[id(param)], own(reference.gradients[name])),
-            ("parameter", param.detach(), own(reference.parameters[name])),
-        ):
+        pairs = [("parameter", param.detach(), own(reference.parameters[name]))]
+        if name in reference.gradients:
+            pairs.append(("gradient", gradients[id(param)], own(reference.gradients[name])))
+        for what, mine, theirs in pairs:
             assert mine.shape == theirs.shape, f"{what} of {name}: {mine.shape}, not {theirs.shape}"
             error = (mine - theirs).abs().max().item()
             limit = close * max(theirs.abs().max().item(), 1e-4)
@@ -246,7 +248,7 @@ def train(specs: Sequence[Mapping[str, Any]], steps: int, config: Any = None) ->
         for spec in specs:
             name, kind = spec["case"], spec["optimizer"]
             if name not in known:
-                known[name] = (case := CASES[name](), profile_of(case))
+                known[name] = (case := CASES[name](mcr.get_world_size()), profile_of(case))
             case, profile = known[name]
             if (name, kind) not in references:
                 references[name, kind] = one_process(case, kind, steps)
@@ -267,6 +269,8 @@ def steps_of(
     for step, expected in enumerate(reference.losses):
         loss = parallel.step(case.batch(step)).item()
         optimizer.step()
+        if step + 1 < len(reference.losses):
+            optimizer.zero_grad()
         if not abs(loss - expected) <= close * abs(expected):
             wrong.append(f"step {step}: loss {loss!r}, not {expected!r}")
     found = {}
@@ -286,3 +290,84 @@ def uncovered(everyone: Sequence[Mapping[str, Any]], reference: Reference) -> It
             at = max(at, high) if low <= at else at
         if not parts or at < parts[0][2]:
             yield f"{name}: parts {parts} of ranks"
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Blocks of which some may be skipped, or fail."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.skipped: set[int] = set()
+        self.fails = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, part in enumerate(self.parts):
+            if number == self.fails:
+                raise ZeroDivisionError(f"in part {number}")
+            try:
+                x = x if number in self.skipped else part(x)
+            except ValueError:
+                return x
+        return x
+
+
+def chain(width: int = 6) -> Case:
+    """Return the chain on a batch of 8 rows."""
+    return Case(Chain(width), lambda y: y.square().mean(), lambda step: torch.ones(8, width) * (step + 1))
+
+
+def refusals() -> dict[str, str]:
+    """Return what is said about wrong arguments of `parallelize` and `step`."""
+    torch.set_num_threads(1)
+    found: dict[str, str] = {}
+    with mcr.init():
+        profile = profile_of(chain())
+        pipeline = NAMED["one_f_one_b"](profile, 2, micro_batches=2)
+
+        def said(
+            name: str, plan: ModelPlan, case: Case, rows: int = 8, optimizer: Any = None,
+            change: Callable[[Any], None] | None = None,
+        ) -> None:  # fmt: skip
+            try:
+                chosen = optimizer or torch.optim.SGD(case.model.parameters(), lr=0.1)
+                parallel = mcr.parallelize(case.model, chosen, plan, loss=case.loss)
+                if change is not None:
+                    change(case.model)
+                parallel.step(torch.ones(rows, 6))
+                found[name] = ""
+            except (mcr.McrError, RuntimeError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+
+        said("batch", pipeline, chain(), rows=9)
+        case = chain()
+        adam = torch.optim.Adam(case.model.parameters())
+        case.model(torch.ones(8, 6)).sum().backward()
+        adam.step()
+        said("state", pipeline, case, optimizer=adam)
+        said("ranks", NAMED["data_parallel"](profile, 3), chain())
+        said("shapes", pipeline, chain(7))
+        said("modules", pipeline, Case(nn.Sequential(nn.Linear(6, 6)), *chain()[1:]))
+        wrong = NAMED["one_f_one_b"](profile, 2, micro_batches=2)
+        wrong.orders[1].pop()
+        said("proof", wrong, chain())
+        both = NAMED["data_parallel"](profile, 2)
+        said("way", both, chain(), change=lambda model: model.skipped.update({0, 1, 2, 3}))
+    return found
+
+
+def fail_on_one_rank() -> None:
+    """Train a step; then a block fails on rank 1."""
+    torch.set_num_threads(1)
+    with mcr.init(backends=["gloo"]) as comm:
+        case = chain()
+        plan = NAMED["one_f_one_b"](profile_of(case), 2, micro_batches=2)
+        optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+        parallel = mcr.parallelize(case.model, optimizer, plan, loss=case.loss)
+        parallel.step(case.batch(0))
+        if comm.rank == 1:
+            case.model.fails = 3
+        parallel.step(case.batch(1))

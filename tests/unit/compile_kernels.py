@@ -25,6 +25,7 @@ from mcr_plus.kernels.fp8_block import FORMATS, Scale
 
 TARGET: Final = GPUTarget("cuda", 90, 32)
 TYPES: Final = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -124,6 +125,15 @@ def _sign1(gpu: Any, values: torch.Tensor) -> None:
     gpu.accumulate(SCALES, WORDS, values, 0.5)
 
 
+def _sums(gpu: Any, values: torch.Tensor) -> None:
+    for dtype, ranks in product((torch.float64, torch.float32, torch.float16, torch.bfloat16), (2, 3, 64)):
+        rows = values[: NUMEL // 64 * ranks].view(ranks, -1).to(dtype)
+        out = torch.zeros(NUMEL // 64, dtype=dtype if dtype is torch.float64 else torch.float32)
+        for is_product in (False, True):
+            gpu.tree(rows, out, is_product)
+        gpu.exact(rows, out)
+
+
 MODULES: Final[dict[str, Callable[[Any, torch.Tensor], None]]] = {
     "cast": _cast,
     "delta": _delta,
@@ -134,6 +144,7 @@ MODULES: Final[dict[str, Callable[[Any, torch.Tensor], None]]] = {
     "int8_block": _int8_block,
     "int_shared": _int_shared,
     "sign1": _sign1,
+    "sums": _sums,
 }
 
 

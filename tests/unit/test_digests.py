@@ -27,6 +27,7 @@ from mcr_plus.reproducible.digest_file import (
     CallOfProgram,
     about_line,
     chunk,
+    kept_file,
     load,
 )
 from mcr_plus.reproducible.digests import DigestWriter, digest_of
@@ -114,6 +115,8 @@ def write(
     end: bytes = END,
     undone: int = -1,
     job: str = "j",
+    began: float = 0.0,
+    world: str = "job0-epoch0",
 ) -> Path:
     calls = list(dict.fromkeys(row[0] for row in rows))
     numbers: dict[str, int] = {}
@@ -123,9 +126,9 @@ def write(
         flags = INPUT | (OUTPUT | DONE) * (index != undone)
         plain.append((calls.index(of), flags, index, number, elements, given, result))
     folder.mkdir(exist_ok=True)
-    path = folder / f"job0-epoch0-rank{rank}.digests"
+    path = folder / f"{world}-rank{rank}.digests"
     parts = [chunk(calls, plain[:2]), chunk([], plain[2:])] if rows else []
-    path.write_bytes(about_line(About(job, rank, size)) + b"".join(parts) + end)
+    path.write_bytes(about_line(About(job, rank, size, began)) + b"".join(parts) + end)
     return path
 
 
@@ -251,6 +254,31 @@ def test_folders_that_cannot_be_compared(tmp_path: Path) -> None:
         answer = mcr_plus("compare", tmp_path / "one", tmp_path / other, "--json")
         assert (answer.returncode, answer.stdout) == (2, "")
         assert said in answer.stderr
+
+
+def test_files_of_an_earlier_run_are_named(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    rows: list[Row] = [(call(), 4, 1, 1)]
+    for folder, began in ((one, 50.0), (other, 70.0)):
+        for rank in (0, 1):
+            write(folder, rank, rows, job=folder.name, began=began + rank)
+        write(folder, 0, rows, job="later", began=began + 9, world="job0-epoch1")
+        write(folder, 0, rows, job="again", began=began + 99, world="job1-epoch0")
+    assert compare(one, other).operations == 2 + 1 + 1
+    write(other, 2, rows, size=3, job="earlier", began=60.0)
+    write(other, 0, rows, job="earlier", began=65.0, world="job0-epoch2")
+    stale = "job0-epoch0-rank2.digests, job0-epoch2-rank0.digests"
+    with pytest.raises(ConfigError, match=f"other: of an earlier run: {stale}; each run needs"):
+        compare(one, other)
+
+
+def test_a_file_written_again_takes_kept_elements_with_it(tmp_path: Path) -> None:
+    paths = [kept_file(tmp_path / f"job0-epoch0-rank{rank}.digests", "world", 3, "input") for rank in (1, 11)]
+    for path in paths:
+        path.write_bytes(b"")
+    about, options = About("j", 1, 12), DigestOptions(folder=str(tmp_path))
+    DigestWriter(tmp_path / "job0-epoch0-rank1.digests", about, options).close()
+    assert [path.exists() for path in paths] == [False, True]
 
 
 def test_json_has_all_that_is_printed(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ KERNELS: Final = {
     "int8_block": ("_decode", "_encode"),
     "int_shared": ("_amax", "_decode", "_encode"),
     "sign1": ("_decode", "_encode"),
+    "sums": ("_exact", "_tree"),
 }
 
 

@@ -10,9 +10,11 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from kernel_exam import triton_device
 
 from mcr_plus.backends.shm.reductions import LEVELS, SumTable
 from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.reproducible import torch_sums
 from mcr_plus.reproducible.accumulators import ExactSums
 from mcr_plus.reproducible.torch_sums import TorchSum
 
@@ -124,12 +126,13 @@ def test_a_fixed_sum_is_a_tree_over_the_ranks(op: ReduceOp, dtype: torch.dtype) 
 
 
 def test_groups_of_powers_of_two_have_the_same_leaves() -> None:
-    """Four ranks, and two ranks with the sums of two each, give the same bits."""
-    rows = torch.randn(8, 999, generator=torch.Generator().manual_seed(1))
-    whole = reduced(rows, "fixed")
-    for ranks in (2, 4):
-        parts = torch.stack([reduced(part, "fixed") for part in rows.view(ranks, 8 // ranks, -1)])
-        assert torch.equal(reduced(parts, "fixed"), whole)
+    """Four ranks, and two ranks with the sums of two each, give the same bits; so do 3 and 5 groups."""
+    for leaves, groups in ((8, (2, 4)), (6, (3,)), (12, (3, 6)), (20, (5, 10))):
+        rows = torch.randn(leaves, 999, generator=torch.Generator().manual_seed(1))
+        whole = reduced(rows, "fixed")
+        for ranks in groups:
+            parts = torch.stack([reduced(part, "fixed") for part in rows.view(ranks, leaves // ranks, -1)])
+            assert torch.equal(reduced(parts, "fixed"), whole), (leaves, ranks)
 
 
 def test_the_memory_of_a_tree_is_enough_for_every_group() -> None:
@@ -168,14 +171,51 @@ def test_accumulators_hold_whatever_is_added(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("name", ["any bits", "normal", "magnitudes", "subnormal", "cancelling", "overflow"])
-@pytest.mark.parametrize("op", ["SUM", "AVG"])
-def test_plain_torch_gives_the_bits_of_the_kernels(op: ReduceOp, name: str, dtype: torch.dtype) -> None:
-    """Of which the tests above compare those of the host with fractions."""
+@pytest.mark.parametrize("way", ["torch", "triton"])
+@np.errstate(all="ignore")  # Triton's interpreter computes by NumPy
+def test_sums_on_a_device_have_the_bits_of_the_host(
+    way: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the tests above compare those of the host with fractions and trees."""
+    device = "cpu"
+    if way == "triton":
+        device = triton_device()
+        from mcr_plus.kernels.gpu import sums as kernels
+
+        monkeypatch.setattr(torch_sums, "_kernels_for", lambda _: kernels)
     rng, integers = np.random.default_rng(6), INTEGERS[dtype.itemsize]
-    for sums in ("fixed", "exact"):
-        for _ in range(8):
+    ways: list[tuple[Any, ReduceOp]] = [
+        ("fixed", "SUM"),
+        ("fixed", "PRODUCT"),
+        ("exact", "SUM"),
+        ("exact", "AVG"),
+    ]
+    for sums, op in ways:
+        for _ in range(6):
             rows = addends(name, dtype, rng).contiguous()
-            wanted, found = reduced(rows, sums, op), torch.empty_like(rows[0])
-            TorchSum(sums, dtype, op, len(rows)).reduce(rows.view(-1), found)
-            same_bits = found.view(integers) == wanted.view(integers)
-            assert (same_bits | (found.isnan() & wanted.isnan())).all(), (sums, len(rows))
+            wanted, found = reduced(rows, sums, op), torch.empty_like(rows[0], device=device)
+            TorchSum(sums, dtype, op, len(rows)).reduce(rows.view(-1).to(device), found)
+            same_bits = found.cpu().view(integers) == wanted.view(integers)
+            assert (same_bits | (found.cpu().isnan() & wanted.isnan())).all(), (sums, op, len(rows))
+
+
+@pytest.mark.parametrize("sums", ["fixed", "exact"])
+def test_triton_adds_up_the_values_of_many_ranks(sums: Any) -> None:
+    """Also of zeros of both signs; results that two float64 do not hold are reported."""
+    device = triton_device()
+    from mcr_plus.kernels.gpu import sums as kernels
+
+    for ranks in (1, 2, 3, 5, 31, kernels.MOST):
+        rows = torch.randn(ranks, 1025, generator=torch.Generator().manual_seed(ranks))
+        rows[:, :4] = torch.tensor([[-0.0, 0.0, 2.0**120, 2.0**-149]])
+        rows[ranks // 2 :, 1:3] *= -1
+        out, lost = torch.empty(1025, device=device), torch.zeros(1025)
+        if sums == "fixed":
+            kernels.tree(rows.to(device), out, False)
+        else:
+            lost = kernels.exact(rows.to(device), out).cpu()
+        wanted = reduced(rows, sums)
+        assert torch.equal(out.cpu().view(torch.int32), wanted.view(torch.int32)), ranks
+        assert not lost.any()
+    apart = torch.tensor([[1.0, 2.0**100, 1.0], [2.0**-60, 1.0, 1.0], [2.0**-140, 2.0**-100, 1.0]])
+    assert kernels.exact(apart.to(device), out[:3]).tolist() == [1, 1, 0]

@@ -242,11 +242,11 @@ MUTATIONS: tuple[Mutate, ...] = (
 def mutants(seed: int, count: int) -> Iterator[tuple[str, ModelPlan]]:
     draw = random.Random(seed)
     for number in range(count):
-        if number % 16 == 0:
+        if number % len(MUTATIONS) == 0:
             plan = random_plan(draw)
             assert error_of(plan) is None, plan.name
         mutant = copied(plan)
-        mutate = MUTATIONS[number % 16]
+        mutate = MUTATIONS[number % len(MUTATIONS)]
         mutate(mutant, draw)
         yield f"{mutate.__name__} of {plan.name}", mutant
 
@@ -259,7 +259,7 @@ def refusal(plan: ModelPlan) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 def test_the_proof_refuses_exactly_the_wrong_mutants(seed: int) -> None:
     accepted = 0
     for what, mutant in mutants(seed, 200):
@@ -267,6 +267,8 @@ def test_the_proof_refuses_exactly_the_wrong_mutants(seed: int) -> None:
         assert (wrong is None) == (refused is None), f"{what}: {wrong}; the proof: {refused}"
         accepted += refused is None
         if refused is not None:
-            assert re.search(r"[FBW]\(block \d+, micro-batch \d+, slice \d+\)|b\d+", refused), refused
-            assert "rank" in refused or "before" in refused, refused
-    assert 10 < accepted < 120  # some mutants are as good as the plan
+            names = r"[FBW]\(block \d+, micro-batch \d+, slice \d+\)|b\d+( on| and|:) "
+            assert re.search(names, refused), refused
+            where = r"rank \d|has no rank|^before: |ranks of each other|number of replicas"
+            assert re.search(where, refused), refused
+    assert 10 < accepted < 150  # some mutants are as good as the plan

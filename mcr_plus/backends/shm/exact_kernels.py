@@ -93,17 +93,18 @@ def _add_to_limbs(limbs, value):  # type: ignore[no-untyped-def]
 @linked
 def _carry(limbs):  # type: ignore[no-untyped-def]
     """Bring limbs to 32 bits each, of the absolute value; return whether the sum is negative."""
-    for turn in range(2):
+    is_negative = False
+    while True:
         carry = np.int64(0)
         for index in range(LIMBS):
             total = limbs[index] + carry
             limbs[index], carry = total & _MASK, total >> 32
         if carry == 0:
-            return turn == 1
+            return is_negative
+        is_negative = True
         for index in range(LIMBS):
             limbs[index] = -limbs[index]
         limbs[LIMBS - 1] -= carry << 32
-    return True
 
 
 @linked

@@ -100,9 +100,9 @@ def program(folder: str, library: str, flips: bool, keep: str | None) -> None:
 def test_a_flipped_bit_and_another_order_of_additions_are_named(tmp_path: Path) -> None:
     one, same, other, gloo = (str(tmp_path / name) for name in ("one", "same", "other", "gloo"))
     run_ranks(program, 3, args=[one, "msccl", False, "group1#21"])
-    run_ranks(program, 3, args=[same, "msccl", False, None])
+    run_ranks(program, 3, args=[same, "msccl", False, "world#1"])
     run_ranks(program, 3, args=[other, "msccl", True, "group1#20-22"])
-    run_ranks(program, 3, args=[gloo, "gloo", False, None])
+    run_ranks(program, 3, args=[gloo, "gloo", False, "world#1"])
 
     # of each rank: 3 + 8 + 1 + 20 + 6 operations of all ranks but the object's, 21 of the group
     assert compared(one, same) == (0, {"same": True, "operations": 3 * 60, "notes": [], "first": None})
@@ -124,7 +124,14 @@ def test_a_flipped_bit_and_another_order_of_additions_are_named(tmp_path: Path) 
     status, found = compared(one, gloo)
     assert (status, named(found)) == (1, ("output", "world", 1, [0, 1, 2]))
     assert [each["how"] for each in found["first"]["operations"]] == ["msccl", "gloo"]
-    assert "keep: 'world#1'" in mcr_plus("compare", one, gloo).stderr
+    answer = mcr_plus("compare", one, gloo, "--keep", 3).stderr
+    assert "not both runs have kept its elements: repeat them with observe: {digests: {folder:" in answer
+    assert "keep: 'world#1'" in answer
+    for words, most in (((), 8), (("--keep", 3), 3)):
+        found = json.loads(mcr_plus("compare", same, gloo, "--json", *words).stdout)["first"]["elements"]
+        assert [(each["rank"], each["of"], len(each["first"])) for each in found] == [
+            (rank, 5000, most) for rank in range(3)
+        ]
 
 
 def of(values: torch.Tensor) -> int:
@@ -309,7 +316,7 @@ def test_runs_of_other_sizes_and_other_programs(tmp_path: Path) -> None:
     )
     answer = mcr_plus("compare", two, other)
     assert answer.returncode == 2
-    assert "rank1.digests: of another job than the files beside it" in answer.stderr
+    assert f"{other}: of an earlier run: job0-epoch0-rank1.digests; each run needs a folder" in answer.stderr
 
 
 def losing(folder: str, flips: bool) -> None:

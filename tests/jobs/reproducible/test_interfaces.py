@@ -282,9 +282,38 @@ def test_commands_show_sums(tmp_path: Path) -> None:
         text = mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "3", "--config", file, *words).stdout
         assert f"sums: {sums}: gloo has an order of its own: all_to_all, added {how}, all_gather" in text
         assert ("rules[0]" in text) == (sums == "exact")
+    for dtype, config in (("int32", file), ("float32", None)):  # exact anyway; nothing asked for
+        words = ("--dtype", dtype, *(() if config is None else ("--config", config, "--tag", "metric")))
+        text = mcr_plus("explain", "all_reduce", "1MiB", "--ranks", "3", *words).stdout
+        said = "  SUM of int32 is exact in every order, so sums: exact changes nothing\n"
+        assert (said in text, "has an order of its own" in text) == (config is not None, False)
     rows = json.loads(mcr_plus("doctor", "--ops", "--json").stdout)["operations"]
     support = {row["backend"]: row["support"] for row in rows if row["kind"] == "sums"}
     assert (support["msccl"], support["gloo"], support["nccl"]) == ("native", "emulated", "emulated")
+
+
+def test_nodes_that_are_parts_of_the_tree_add_up_first() -> None:
+    """Of half types and exact sums, a node's sum would be rounded."""
+    for sums, dtype, ranks, said in (
+        ("fixed", "float32", 6, "3 nodes of 2 ranks: reduce_scatter in the node, all_reduce of each part"),
+        (
+            "fixed",
+            "float32",
+            9,
+            "not in steps: sums: fixed is a tree over all ranks, of which nodes are no parts",
+        ),
+        ("fixed", "bfloat16", 6, "not in steps: sums: fixed of bfloat16 is rounded once, over all ranks"),
+        ("exact", "float64", 6, "not in steps: sums: exact of float64 is rounded once, over all ranks"),
+    ):
+        config = {"version": 1, "numerics": {"sums": sums}}
+        steps = mcr.explain("all_reduce", "1MiB", dtype=dtype, ranks=ranks, nodes=3, config=config)["steps"]
+        assert steps[0]["stage"] == "hierarchical"
+        assert steps[0]["decision"].startswith(said)
+    between = {"hierarchical": {"inter": {"compress": {"codec": "bf16"}}}}
+    stages = [between, {"compress": {}}, {"select": {}}, {"dispatch": {}}]
+    config = {"version": 1, "numerics": {"sums": "fixed"}, "pipeline": stages}
+    step = mcr.explain("all_reduce", "1MiB", ranks=6, nodes=3, config=config)["steps"][0]
+    assert step["decision"] == "not in steps: sums: fixed with a codec has an order over all ranks"
 
 
 def test_a_rule_by_parameter_has_no_sums(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from unit.test_ordered_sums import exact_sum
 import mcr_plus as mcr
 from mcr_plus.reliability.failover.attempt import FailoverPoll
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
+from mcr_plus.reproducible import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +121,7 @@ def test_every_library_gives_the_bits_of_the_oracle(ranks: int, sums: str, libra
 WRAPPED: dict[str, Any] = {
     "failover": [{"select": {}}, {"dispatch": {"failover": True}}],
     "verify": [{"select": {}}, {"dispatch": {"verify": "every"}}],
-    "steps": [{"hierarchical": {"ranks_per_node": 2}}, {"select": {}}, {"dispatch": {}}],
+    "steps": [{"hierarchical": {"ranks_per_node": 2, "min": 64}}, {"select": {}}, {"dispatch": {}}],
 }
 
 
@@ -168,6 +169,38 @@ def beside(sums: str) -> list[str]:
 @pytest.mark.parametrize("sums", ["fixed", "exact"])
 def test_sums_beside_other_options(sums: str) -> None:
     for result in run_ranks(beside, 4, args=[sums], via="torch"):
+        assert result.value == []
+
+
+def in_slices() -> list[str]:
+    """Add up values of several slices, the last one uneven; return what differs from the oracle."""
+    steps.SLICE = 32 << 10  # type: ignore[misc]
+    wrong: list[str] = []
+    for library in LIBRARIES:
+        pipeline = [{"fuse": {"bucket": "1MiB"}}, {"select": {}}, {"dispatch": {}}]
+        with mcr.init({"version": 1, "backends": [library], "pipeline": pipeline}) as comm:
+            for sums, dtype in (
+                ("fixed", torch.float32),
+                ("fixed", torch.bfloat16),
+                ("exact", torch.float32),
+            ):
+                rows = [values(rank, 20_011, dtype) for rank in range(comm.size)]
+                total, x = expected(rows, sums), rows[comm.rank].clone()
+                options: Any = {"sums": sums}
+                mcr.all_reduce(x, **options)
+                y = rows[comm.rank].clone()
+                works = [mcr.all_reduce(part, async_op=True, **options) for part in y.tensor_split(3)]
+                for work in works:  # one bucket, which is filled when it starts
+                    assert work is not None
+                    work.wait()
+                wrong += [f"{library} {sums} {dtype}" for each in (x, y) if not torch.equal(each, total)]
+    return wrong
+
+
+@pytest.mark.short("3")
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_large_sums_travel_in_slices(ranks: int) -> None:
+    for result in run_ranks(in_slices, ranks, via="mpi" if "mpi" in LIBRARIES else "torch"):
         assert result.value == []
 
 

@@ -3,19 +3,21 @@
 What a module with parts of its own does when a plan cuts it is in its `mcr_cut` (docs/plans.md).
 
 The balance loss of the mixture goes along the chain: each token carries its share of it as one more feature.
-Its mean over tokens is Switch's loss, so that it adds up over shards of a batch as the loss of the text does.
+It balances experts within each sequence (as DeepSeek-V3 does, arXiv 2412.19437), so that it adds up over
+shards of a batch as the loss of the text does.
 """
 
 from __future__ import annotations
 
 import torch
+from corpus import VOCABULARY
 from criteo import DENSE, SPARSE
 from experts import ExpertShape
 from libraries import JobError
 from model import ModelConfig, interact, mlp
 from torch import Tensor, nn
 from torch.nn import functional
-from transformer import STD, VOCABULARY, Attention, FeedForward, Linears, linear
+from transformer import STD, Attention, FeedForward, Linears, linear
 
 import mcr_plus as mcr
 from mcr_plus import autograd, expert
@@ -29,6 +31,7 @@ class DealtExperts(nn.Module):
     def __init__(self, shape: ExpertShape, random: torch.Generator, std: float) -> None:
         super().__init__()
         self.shape = shape
+        self.mcr_axes = {"batch": "split", "experts": (shape.experts, "exchange")}
         self.gate = nn.Linear(shape.hidden, shape.experts, bias=False)
         nn.init.normal_(self.gate.weight, std=STD, generator=random)
         dense = (FeedForward(shape.hidden, Linears(), random, std) for _ in range(shape.experts))
@@ -46,7 +49,7 @@ class DealtExperts(nn.Module):
         return [name for name, own in self.own.named_parameters(prefix="own") if not own.is_meta]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the answers to `x` [..., hidden], and each token's share of the balance loss [..., 1]."""
+        """Return the answers to `x` [n, length, hidden], and shares of the balance loss [n, length, 1]."""
         if x.is_meta:  # another rank computes it; here only shapes count, which depend on data further on
             return x, x[..., :1]
         tokens, shape = x.flatten(0, -2), self.shape
@@ -58,21 +61,18 @@ class DealtExperts(nn.Module):
                 token, choice = (chosen == number).nonzero(as_tuple=True)
                 own = weights[token, choice, None] * one(tokens[token]).output
                 answers = answers.index_add(0, token, own)
-            first = chosen[:, 0].bincount(minlength=shape.experts)
         else:
             routed = expert.dispatch(
-                tokens, chosen, weights, experts=shape.experts, load=True, group=self.group, tag="moe"
+                tokens, chosen, weights, experts=shape.experts, group=self.group, tag="moe"
             )
             rows = routed.rows.split(routed.counts)
             own_answers = [
                 self.own[number](part).output for number, part in zip(self.parts, rows, strict=True)
             ]
             answers = expert.combine(torch.cat(own_answers), routed)
-            assert routed.load is not None
-            first = routed.load[0]  # of the tokens of all ranks
-        share = first.to(probabilities) / first.sum()
-        penalty = shape.balance * shape.experts * (probabilities * share).sum(dim=1)
-        return answers.view_as(x), penalty.view(*x.shape[:-1], 1)
+        share = functional.one_hot(chosen, shape.experts).sum(dim=1).view(*x.shape[:-1], -1) / shape.top_k
+        of_sequence = probabilities.view_as(share) * share.mean(dim=1, keepdim=True)
+        return answers.view_as(x), shape.balance * shape.experts * of_sequence.sum(dim=-1, keepdim=True)
 
 
 class ExpertBlock(nn.Module):

@@ -55,7 +55,7 @@ class ModelBlock(StrictModel):
     `dtype`: bytes, shape and dtype of the next block's input. `axes`: how the block may be cut. `shared`:
     parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
     of the batch. `random`: it draws random numbers. `transient`: bytes that a pass needs beyond those.
-    `through`: bytes of the outputs of modules with parameters.
+    `through`: bytes of the outputs of modules with parameters. `detached`: its output needs no gradient.
     """
 
     name: str
@@ -79,6 +79,7 @@ class ModelBlock(StrictModel):
     shared: tuple[str, ...]
     reads_batch: bool
     random: bool
+    detached: bool = False
 
     @property
     def parameters(self) -> int:

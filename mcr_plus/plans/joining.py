@@ -33,7 +33,7 @@ def _is_one(
     proved: ProvedPlan, before: PlanTask, after: PlanTask, pairs: set[tuple[PlanTask, PlanTask]]
 ) -> bool:
     plan, both = proved.plan, (before.block, after.block)
-    if plan.split[before.block] != plan.split[after.block]:
+    if plan.kinds(before.block) != plan.kinds(after.block):
         return False
     if any(plan.recomputed[block] or plan.held[block] == "parameters" for block in both):
         return False

@@ -270,7 +270,9 @@ class ModelPlan:
         return tuple(cut.parts for cut in self.cuts[block])
 
     def kinds(self, block: int) -> tuple[Kind, ...]:
-        """Return the passes of a block."""
+        """Return the passes of a block; F alone where no gradient comes back."""
+        if self.profile.blocks[block].detached:
+            return ("F",)
         return ("F", "B", "W") if self.split[block] else ("F", "B")
 
     def how(self, block: int, cut: BlockCut) -> str:

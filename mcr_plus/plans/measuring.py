@@ -84,7 +84,7 @@ class MeasuredPass:
 
     def __init__(self, whole: WholeModel, begins: Sequence[Boundary], axes: _Axes | None = None) -> None:
         self._cuts = {each.call: (index, each.cut) for index, each in enumerate(begins) if index}
-        self._whole, self._ready = whole, dict[int, float]()
+        self._whole, self._ready, self.needs_gradient = whole, dict[int, float](), dict[int, bool]()
         self._axes = axes or _NO_AXES
         count = len(begins)
         self.saved, self.saved_before, self.transient, self.through = ([0] * count for _ in range(4))
@@ -135,7 +135,9 @@ class MeasuredPass:
         index, cut = self._cuts.get(self._count, (0, None))
         self._count += 1
         if index:
-            if cut is not None and tensors[cut].requires_grad:
+            needs_gradient = cut is not None and tensors[cut].requires_grad
+            self.needs_gradient.setdefault(index - 1, needs_gradient)  # not of the pass without a graph
+            if cut is not None and needs_gradient:
                 tensors[cut].register_hook(lambda _: self._on_ready(index))
             self._mark_forward()
         axes = self._axes(module) if self._live and not self._inside else ()

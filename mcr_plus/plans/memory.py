@@ -72,9 +72,9 @@ class RankMemory:
                 kept[key] = self.kept(item)
                 now += kept[key]
                 most += kept[key]
-            elif item.kind == self.plan.kinds(item.block)[-1]:
+            if item.kind == self.plan.kinds(item.block)[-1]:
                 now -= kept.pop(key)
-            elif set(range(item.block)) - set(self.blocks):
+            elif item.kind == "B" and set(range(item.block)) - set(self.blocks):
                 # Until W: gradients of the outputs of what has parameters. A first stage leaves all to W.
                 block = self.plan.blocks[item.block]
                 through = round(block.through * work_share(self.plan, self.proved.tensors, item, self.rank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -36,8 +36,11 @@ def moves(proved: ProvedPlan, block: int, axis: int, rank: int, comms: Comms) ->
             partial(autograd.all_reduce, group=comm, tag=tag),
         )
     dim = plan.blocks[block].axes[cut.outside].dims[0]
-    sizes = [proved.tensors.box(block, "input", 0, 0, rank)[dim] for rank in ranks]
-    lengths = [high - low for low, high in sizes]
+    inputs = [
+        proved.tensors.end(block, "input", micro, slice_)
+        for micro in range(plan.micro_batches) for slice_ in range(plan.slices)
+    ]  # fmt: skip
+    lengths = {tuple(each.locals[rank][dim] for rank in ranks) for each in inputs}
     return (
         _AlongDim(ranks, dim, lengths, comm, tag, sums=False),
         _AlongDim(ranks, dim, lengths, comm, tag, sums=True),
@@ -71,7 +74,7 @@ class _AlongDim:
         self,
         ranks: tuple[int, ...],
         dim: int,
-        sizes: Sequence[int],
+        sizes: Collection[tuple[int, ...]],
         comm: Communicator,
         tag: str,
         *,
@@ -83,9 +86,12 @@ class _AlongDim:
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = tuple(x.shape)
+        if len(self.sizes) > 1:
+            raise Unsupported(f"parts of sizes {short(sorted(self.sizes))}; expected the same in all tasks")
         if shape not in self._known:
-            whole = (*shape[: self.dim], sum(self.sizes), *shape[self.dim + 1 :])
-            parts = Layout.sharded(whole, self.ranks, self.dim, self.sizes)
+            (sizes,) = self.sizes
+            whole = (*shape[: self.dim], sum(sizes), *shape[self.dim + 1 :])
+            parts = Layout.sharded(whole, self.ranks, self.dim, sizes)
             all_ = Layout.mesh(whole, self.ranks, ["P" if self.sums else "R"])
             self._known[shape] = (all_, parts) if self.sums else (parts, all_)
         return self._redistribute(x, *self._known[shape])

@@ -12,7 +12,7 @@ import numpy as np
 
 from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.layout.regions import Ints
-from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.blocks import ModelBlock, Profile
 from mcr_plus.plans.language import B, Blocks, F, Held, ModelPlan, PlanStep, W
 
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
@@ -94,59 +94,73 @@ def sequence_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> M
     return plan
 
 
-def spatial(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
-    """Cut volumes into slabs where blocks have them, and the batch elsewhere (Dryden et al. 2019,
-    arXiv 1903.06681).
+def by_kind(
+    profile: Profile, ranks: int, axis_of: Callable[[ModelBlock, int], str], *, name: str,
+    micro_batches: int = 1, data: int = 1,
+) -> ModelPlan:  # fmt: skip
+    """Cut the batch among `data` groups, and each block within them along its own axis, or into replicas.
+
+    `axis_of`: of a block and a number of parts; replicas where it has fewer, or no such axis.
     """
-    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="spatial")
-    for index, block in enumerate(plan.blocks):
-        slabs = min(block.axes["space"].parts[0], block.shape[2]) if "space" in block.axes else 0
-        _cut_or_replicate(plan, index, "space" if slabs >= ranks else "batch", ranks)
-        plan.assign(index, np.arange(ranks))
-    return plan
-
-
-def _cut_or_replicate(plan: ModelPlan, index: int, axis: str, parts: int) -> None:
-    axes = plan.blocks[index].axes
-    micro_batches = plan.micro_batches if axis == "batch" else 1
-    if axis in axes and axes[axis].parts[0] // micro_batches >= parts:
-        plan.cut(index, axis, parts)
-    else:
-        plan.replicate(index, parts)
-
-
-def splitbrain(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
-    """Cut the batch for convolutions, and columns of dense layers (Lai et al. 2021, arXiv 2112.15317)."""
-    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="splitbrain")
-    for index, block in enumerate(plan.blocks):
-        hidden = block.axes.get("hidden")
-        wide = "Linear" in block.kind and hidden is not None and hidden.parts[0] >= ranks
-        _cut_or_replicate(plan, index, "hidden" if wide else "batch", ranks)
-        plan.assign(index, np.arange(ranks))
-    return plan
-
-
-def _dealt(profile: Profile, ranks: int, micro_batches: int, axis: str, name: str) -> ModelPlan:
     plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name=name)
-    if not any(axis in block.axes for block in plan.blocks):
-        raise InvalidArgument(f"{name}: no block has {axis}")
+    parts, rest = divmod(ranks, data)
+    if rest:
+        raise InvalidArgument(f"{name}: {ranks} ranks in {data} groups")
     for index, block in enumerate(plan.blocks):
-        if axis in block.axes:
-            plan.cut(index, axis, ranks, outside="batch")
+        if data > 1:
+            plan.cut(index, "batch", data)
+        axis = axis_of(block, parts)
+        many = block.axes[axis].parts[0] if axis in block.axes else 0
+        if many // (data * micro_batches if axis == "batch" else 1) < parts:
+            plan.replicate(index, parts)
         else:
-            plan.cut(index, "batch", ranks)
+            plan.cut(index, axis, parts, "batch" if block.axes[axis].how == "exchange" else None)
         plan.assign(index, np.arange(ranks))
     return plan
 
 
-def expert_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+def spatial(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
+    """Cut volumes into slabs where blocks have them, and the batch elsewhere.
+
+    Dryden et al. 2019, arXiv 1903.06681; with `data`, Oyama et al. 2020, arXiv 2007.12856.
+    """
+
+    def axis_of(block: ModelBlock, parts: int) -> str:
+        slabs = min(block.axes["space"].parts[0], block.shape[2]) if "space" in block.axes else 0
+        return "space" if slabs >= parts else "batch"
+
+    return by_kind(profile, ranks, axis_of, micro_batches=micro_batches, data=data, name="spatial")
+
+
+def splitbrain(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
+    """Cut the batch for convolutions, and columns of dense layers (Lai et al. 2021, arXiv 2112.15317)."""
+
+    def axis_of(block: ModelBlock, parts: int) -> str:
+        hidden = block.axes.get("hidden")
+        wide = "Linear" in block.kind and hidden and hidden.how == "columns" and hidden.parts[0] >= parts
+        return "hidden" if wide else "batch"
+
+    return by_kind(profile, ranks, axis_of, micro_batches=micro_batches, data=data, name="splitbrain")
+
+
+def _dealt(profile: Profile, ranks: int, micro_batches: int, data: int, axis: str, name: str) -> ModelPlan:
+    if not any(axis in block.axes for block in profile.blocks):
+        raise InvalidArgument(f"{name}: no block has {axis}")
+
+    def axis_of(block: ModelBlock, _: int) -> str:
+        return axis if axis in block.axes else "batch"
+
+    return by_kind(profile, ranks, axis_of, micro_batches=micro_batches, data=data, name=name)
+
+
+def expert_parallel(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
     """Cut the batch, and deal experts (GShard; Lepikhin et al. 2020, arXiv 2006.16668)."""
-    return _dealt(profile, ranks, micro_batches, "experts", "expert_parallel")
+    return _dealt(profile, ranks, micro_batches, data, "experts", "expert_parallel")
 
 
-def tables_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
+def tables_parallel(profile: Profile, ranks: int, micro_batches: int = 1, data: int = 1) -> ModelPlan:
     """Cut the batch, and deal embedding tables (DLRM; Naumov et al. 2019, arXiv 1906.00091)."""
-    return _dealt(profile, ranks, micro_batches, "tables", "tables_parallel")
+    return _dealt(profile, ranks, micro_batches, data, "tables", "tables_parallel")
 
 
 def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 1) -> ModelPlan:
@@ -284,12 +298,75 @@ def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int
     return plan
 
 
+def interlaced(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Spread embedding and head over all ranks, between the passes of the stages of 1F1B.
+
+    SuperScaler's interlaced pipeline (arXiv 2301.08984), for large vocabularies. The embedding is cut along
+    its rows, and the head, a linear layer before the loss, along its columns.
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="interlaced")
+    head = len(plan.blocks) - 2
+    hidden = plan.blocks[max(head, 0)].axes.get("hidden")
+    if head < 1 or "rows" not in plan.blocks[0].axes or hidden is None or hidden.how != "columns":
+        raise InvalidArgument("interlaced: expected an embedding, other blocks, a linear layer, and a loss")
+    times = [block.forward + block.backward for block in plan.blocks]
+    for index, axis in ((0, "rows"), (head, "hidden")):
+        plan.cut(index, axis, ranks)
+        plan.assign(index, np.arange(ranks))
+        times[index] = 0.0
+    plan.assign(head + 1, ranks - 1)
+    for rank, blocks in enumerate(plan.stages(ranks, times)):
+        stage = range(max(blocks.start, 1), min(blocks.stop, head))
+        plan.assign(stage, rank)
+        timed = []  # by a clock that all ranks share, in passes of a stage
+        for m in range(micro_batches):
+            first, last = 2 * m, 2 * m + ranks
+            timed += [
+                (first - 0.5, F(0, m)),
+                (first + rank, F(stage, m)),
+                (last - 0.5, F([head, head + 1], m)),
+            ]
+            timed += [(last - 0.4, B([head, head + 1], m)), (last + ranks - 1 - rank, B(stage, m))]
+            timed.append((last + ranks - 0.5, B(0, m)))
+        plan.order(rank, [step for _, step in sorted(timed, key=lambda pair: pair[0])])
+    return plan
+
+
+def three_f_one_b(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPlan:
+    """Send each micro-batch through the stages several times, of which the last has a backward pass.
+
+    SuperScaler's 3F1B (arXiv 2301.08984), for models that recycle their output as AlphaFold2 does: the chain
+    has all passes, and the blocks of those without gradients are `detached`, or "block (2)" and so on.
+    """
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="three_f_one_b")
+    bases = [block.name.partition(" (")[0] for block in plan.blocks]
+    times = [0.0 if block.detached else block.forward + block.backward for block in plan.blocks]
+    stages = plan.stages(ranks, times)
+    rank_of = {bases[block]: rank for rank, stage in enumerate(stages) for block in stage}  # of the last pass
+    chunks: list[list[int]] = []
+    for index, base in enumerate(bases):
+        plan.assign(index, rank_of[base])
+        if chunks and rank_of[bases[index - 1]] == rank_of[base]:
+            chunks[-1].append(index)
+        else:
+            chunks.append([index])
+    passes = max(bases.count(base) for base in bases)
+    timed = []
+    for m in range(micro_batches):
+        for number, chunk in enumerate(chunks):
+            timed.append(((passes + 1) * m + number, F(chunk, m)))
+            timed.append(((passes + 1) * m + 2 * len(chunks) - number, B(chunk, m)))
+    plan.order(range(ranks), [step for _, step in sorted(timed, key=lambda pair: pair[0])])
+    return plan
+
+
 NAMED: Final[dict[str, Callable[..., ModelPlan]]] = {
     each.__name__: each
     for each in (
         data_parallel, zero1, zero3, tensor_parallel, sequence_parallel, co_shard, spatial,
         splitbrain, expert_parallel, tables_parallel,
         gpipe, one_f_one_b, eager_1f1b, zero_bubble, interleaved, terapipe,
+        interlaced, three_f_one_b,
     )
 }  # fmt: skip
 """Plans by name."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -28,13 +27,36 @@ class _Left(BaseException):
 
 
 class _OnMeta(TorchFunctionMode):
-    """Runs operations on the meta device if one of their tensors is a parameter, or is there."""
+    """Runs operations on the meta device if one of their tensors is a parameter, or is there.
+
+    Once the blocks have begun, their input takes the place of the one computed, wherever a parent uses it.
+    """
 
     in_use = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[Tensor] = []
+        self.input: Tensor | None = None
+        self.is_used = False
+
+    def begin(self, *given: Any) -> Any:
+        """Return the arguments of the first block, with its input."""
+        self.computed, _OnMeta.in_use = [each for each in tensors_in(given) if each.is_meta], False
+        found = tree_map(self._input_of, given)
+        self.is_used = False
+        return found
+
+    def _input_of(self, each: Any) -> Any:
+        found = any(each is one for one in self.computed)
+        self.is_used |= found
+        return self.input if found else each
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
-        if any(tensor.is_meta or isinstance(tensor, nn.Parameter) for tensor in tensors_in(given)):
+        if self.computed:
+            given = tree_map(self._input_of, given)
+        elif any(tensor.is_meta or isinstance(tensor, nn.Parameter) for tensor in tensors_in(given)):
             given = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, given)
         return func(*given[0], **given[1])
 
@@ -55,8 +77,8 @@ class ModelPart:
         self.whole = WholeModel(model, loss)
         self._names = [block.name for block in profile.blocks]
         self._range, self._stop = range(0), len(self._names)
-        self._input: Tensor | None = None
         self._prefix: _OnMeta | None = None
+        self._is_used_later: dict[range, bool] = {}
         self._calls: dict[nn.Module, int] = {}
         modules = {name.removeprefix("model."): module for name, module in self.whole.named_modules()}
         self._starts: dict[nn.Module, dict[int, int]] = {}
@@ -83,16 +105,15 @@ class ModelPart:
         Raises:
             Unsupported: the model's forward does not reach the blocks as it did in the profile.
         """
-        self._range, self._stop, self._input, self._calls = blocks, blocks.stop, x, {}
+        self._range, self._stop, self._calls = blocks, blocks.stop, {}
         self._reached = set[int]()
         self.whole.take(batch)
-        grads = torch.is_grad_enabled()
+        self._has_begun = not blocks.start
         if blocks.start:
-            torch.set_grad_enabled(False)
             self._prefix = _OnMeta()
+            self._prefix.input = x
             self._prefix.__enter__()  # type: ignore[no-untyped-call]
             _OnMeta.in_use = True
-        self._grads = grads
         try:
             result: Tensor = self.whole()
         except _Left as left:
@@ -107,13 +128,14 @@ class ModelPart:
 
     def _leave_prefix(self) -> None:
         if self._prefix is not None:
+            if self._has_begun:
+                self._is_used_later[self._range] = self._prefix.is_used
             self._prefix.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._prefix, _OnMeta.in_use = None, False
-            torch.set_grad_enabled(self._grads)
 
     def _forward(self, forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
         """Run a module; before the blocks of a pass, only once for the shapes of its input."""
-        if self._prefix is None:
+        if not _OnMeta.in_use:
             return forward(*args, **kwargs)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs)))
         if shapes not in known:
@@ -129,12 +151,16 @@ class ModelPart:
         if index is not None and index == self._stop:
             tensors = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_meta]
             raise _Left(next((tensor for tensor in tensors if tensor.requires_grad), tensors[0]))
-        if index == self._range.start and self._prefix is not None:
-            self._leave_prefix()
-            x = self._input
-            if x is not None and getattr(module, "inplace", False):
-                x = x.clone()  # autograd refuses to change a leaf, and it may be needed again
-            return tree_map(lambda e: x if isinstance(e, Tensor) and e.is_meta else e, (args, kwargs))
+        if index == self._range.start and self._prefix is not None and not self._has_begun:
+            self._has_begun, prefix = True, self._prefix
+            if prefix.input is not None and getattr(module, "inplace", False):
+                prefix.input = (
+                    prefix.input.clone()
+                )  # autograd refuses to change a leaf; it may be needed again
+            given = prefix.begin(args, kwargs)
+            if not self._is_used_later.get(self._range, True):
+                self._leave_prefix()
+            return given
         return None
 
 

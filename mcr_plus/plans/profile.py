@@ -379,6 +379,7 @@ def profile(
             shared=tuple(names[param] for param, used in users.items() if len(used) > 1 and index in used),
             reads_batch=index > 0 and any(time in segment.times for v in data for time, _ in v.uses),
             random=any(time in segment.times for time in flow.random),
+            detached=not first.needs_gradient.get(index, True),
         ))  # fmt: skip
     trained = (
         (name, p.shape, dtype_name(p.dtype)) for name, p in model.named_parameters() if p.requires_grad

@@ -235,7 +235,8 @@ def _all_tensors(plan: ModelPlan) -> Iterator[tuple[int, int, int, bool]]:
         for micro in range(plan.micro_batches):
             for slice_ in range(plan.slices):
                 yield tensor, micro, slice_, False
-                yield tensor, micro, slice_, True
+                if not plan.blocks[tensor - 1].detached:
+                    yield tensor, micro, slice_, True
 
 
 def _missing(made: Layout, needed: Layout, rank: int) -> str | None:

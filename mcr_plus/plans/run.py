@@ -293,6 +293,7 @@ class ParallelModel:
             bucket.reset()
         self._loss: Tensor | None = None
         self._batch = batch
+        self._past.kept.clear()  # of blocks without a backward pass
         for call in self._program:
             call()
         self._batch = None
@@ -341,9 +342,11 @@ class ParallelModel:
     def _forward(self, graph: BlockGraph) -> None:
         first, last = graph.blocks[0], graph.blocks[-1]
         buckets = self._gathered(graph)
+        alone = self.plan.blocks[last].detached
         if first:
-            graph.x = self._take((first, graph.micro, graph.slice, False)).requires_grad_()
-        again = self.plan.recomputed[first]
+            x = self._take((first, graph.micro, graph.slice, False))
+            graph.x = x.requires_grad_(not self.plan.blocks[first - 1].detached)
+        again = self.plan.recomputed[first] or alone
         with torch.set_grad_enabled(not again):
             y = self._run(graph)
         is_loss = last == len(self.plan.blocks) - 1
@@ -359,6 +362,7 @@ class ParallelModel:
                 )
             self._made[last + 1, graph.micro, graph.slice, False] = y.detach()
         graph.y = None if again else y
+        graph.x = None if alone else graph.x
         for bucket in buckets:
             bucket.drop()
 
@@ -377,8 +381,8 @@ class ParallelModel:
         elif graph.y.requires_grad:  # else its parameters are frozen, and nothing is before it
             roots, gradients = graph.past.gradients()
             torch.autograd.backward([graph.y, *roots], [graph.dy, *gradients])
-            graph.past.end()
-        if graph.x is not None:
+        graph.past.end()
+        if graph.x is not None and graph.x.requires_grad:
             assert graph.x.grad is not None
             self._made[graph.blocks[0], graph.micro, graph.slice, True] = graph.x.grad
         if not self.plan.split[last]:
@@ -389,7 +393,7 @@ class ParallelModel:
     def _input_alone(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
-        if graph.x is None:
+        if graph.x is None or not graph.x.requires_grad:
             return  # all of it is left for W
         assert graph.y is not None
         assert graph.dy is not None
@@ -401,7 +405,7 @@ class ParallelModel:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
         assert graph.y is not None
-        if graph.x is None:
+        if graph.x is None or not graph.x.requires_grad:
             if graph.y.requires_grad:
                 torch.autograd.backward(graph.y, graph.dy)
         else:

@@ -49,11 +49,11 @@ class SlicePass:
 
 
 class PastSlices:
-    """Lets modules run in slices, and keeps what they leave. `now`: the present pass."""
+    """Lets modules run in slices, and keeps what they leave, in `kept`. `now`: the present pass."""
 
     def __init__(self, model: nn.Module, plan: ModelPlan) -> None:
         self.now: SlicePass
-        self._kept: dict[tuple[nn.Module, int], list[Any]] = defaultdict(list)
+        self.kept: dict[tuple[nn.Module, int], list[Any]] = defaultdict(list)
         if plan.slices == 1:
             return
         if not hasattr(model, "mcr_slice"):
@@ -74,7 +74,7 @@ class PastSlices:
                 run_whole_before(module, whole)
 
     def _run(self, module: Any, x: Tensor) -> Tensor:
-        now, kept = self.now, self._kept[module, self.now.micro]
+        now, kept = self.now, self.kept[module, self.now.micro]
         y, new = module.forward_slice(x, kept[: now.slice])
         if len(kept) == now.slice:  # not so if it runs again, for its backward pass
             kept.append(tree_map(lambda each: each.detach().requires_grad_(each.is_floating_point()), new))

@@ -71,6 +71,8 @@ def trained() -> dict[str, float]:
         loss = functional.binary_cross_entropy_with_logits
         exam = partial(difference, recommender, clicks(9), loss=loss)
         found["tables"] = exam(partial(named, "tables_parallel", ranks=ranks))
+        if ranks == 4:
+            found["tables x data"] = exam(partial(named, "tables_parallel", ranks=ranks, data=2))
         found["tables, micro-batches"] = exam(partial(named, "tables_parallel", ranks=ranks, micro_batches=2))
     return found
 
@@ -79,7 +81,7 @@ def trained() -> dict[str, float]:
 def test_dealt_parts_train_as_one_process(ranks: int) -> None:
     for result in run_ranks(trained, ranks):
         assert {key: value for key, value in result.value.items() if not value < CLOSE} == {}
-        assert len(result.value) == {2: 5, 3: 4, 4: 6}[ranks]
+        assert len(result.value) == {2: 5, 3: 4, 4: 7}[ranks]
 
 
 class Untold(nn.Module):
@@ -91,7 +93,8 @@ class Untold(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
-        return torch.stack([one(x) for one in self.own], dim=-1) @ weights.unsqueeze(-1)
+        answers: Tensor = torch.stack([one(x) for one in self.own], dim=-1) @ weights.unsqueeze(-1)
+        return answers
 
 
 def refused() -> list[str]:

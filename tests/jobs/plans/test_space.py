@@ -94,6 +94,7 @@ def trained() -> dict[str, float]:
         found["images"] = exam(partial(slabs, data=1, ranks=ranks))
         if ranks == 4:
             found["images, data x slabs"] = exam(partial(slabs, data=2, ranks=ranks))
+            found["data x slabs"] = exam(partial(named, "spatial", ranks=ranks, data=2))
     return found
 
 
@@ -102,7 +103,7 @@ def test_slabs_train_as_one_process(ranks: int) -> None:
     (first, *others) = [result.value for result in run_ranks(trained, ranks)]
     for each in (first, *others):
         assert {key: value for key, value in each.items() if not value < CLOSE} == {}
-    assert len(first) == 5 + (ranks == 4)
+    assert len(first) == 5 + 2 * (ranks == 4)
 
 
 class Halves(nn.Module):

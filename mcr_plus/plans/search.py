@@ -287,7 +287,7 @@ class _Tables:
         ])  # fmt: skip
 
     def _measured(self, tensor: int, pieces: int, outside: str | None) -> Any:
-        """Return times and bytes of blocks for the largest of `pieces` of the batch, on one of `tensor` ranks.
+        """Return times and bytes of blocks for the largest of `pieces` of the batch, on one rank of `tensor`.
 
         The last parts are the largest.
         """
@@ -310,13 +310,11 @@ class _Tables:
             rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
             for cut in plan.cuts[index]:
                 for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
-                    inputs = share_of(proved.tensors, forward, cut, range(tensor)) * block.axes[name].input
-                    within[index, axes.index(name)] = round(inputs)
+                    share = share_of(proved.tensors, forward, cut, range(tensor))
+                    within[index, axes.index(name)] = round(share * block.axes[name].input)
         columns = list(zip(*rows, strict=True))
-        floats, ints = (
-            [np.array(each) for each in columns[:2]],
-            [np.array(each, np.int64) for each in columns[2:]],
-        )
+        floats = [np.array(each) for each in columns[:2]]
+        ints = [np.array(each, np.int64) for each in columns[2:]]
         kepts, inputs, parameters, gradients, state, transients, transients_again, outputs = ints
         parts = parameters, gradients, state
         return (*floats, kepts, inputs, parts, transients, transients_again, outputs, within)

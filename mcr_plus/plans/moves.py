@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -47,24 +48,38 @@ def moves(proved: ProvedPlan, block: int, axis: int, rank: int, comms: Comms) ->
     )
 
 
-def open_groups(proved: ProvedPlan) -> dict[tuple[int, ...], Communicator]:
+class PlanGroups(NamedTuple):
+    """Groups by their ranks: within tasks, of transfers, and of gradients.
+
+    They are apart, because a rank that runs several blocks as one issues what is between them later.
+    """
+
+    tasks: Comms
+    transfers: Comms
+    gradients: Comms
+
+
+def open_groups(proved: ProvedPlan) -> PlanGroups:
     """Open the groups of a plan, in one order on all ranks."""
     plan = proved.plan
-    needed = {transfer.ranks for transfer in proved.transfers}
+    tasks, gradients = set[tuple[int, ...]](), set[tuple[int, ...]]()
     shared: dict[str, list[int]] = defaultdict(list)
     for block, cuts in enumerate(plan.cuts):
         for cut in (False, True):
-            needed.update(gradient_groups(plan, block, cut=cut))
+            gradients.update(gradient_groups(plan, block, cut=cut))
         for axis, cut_ in enumerate(cuts):
             if plan.how(block, cut_) in EXCHANGES:
-                needed.update(
+                tasks.update(
                     peers(plan, block, axis, rank) for rank in np.unique(plan.places[block]).tolist()
                 )
         for name in plan.blocks[block].shared:
             shared[name].append(block)
     for blocks in shared.values():
-        needed.update(shared_groups(plan, blocks))
-    return {ranks: new_group(ranks) for ranks in sorted(needed) if len(ranks) > 1}
+        gradients.update(shared_groups(plan, blocks))
+    each = (tasks, {transfer.ranks for transfer in proved.transfers}, gradients)
+    return PlanGroups(
+        *({ranks: new_group(ranks) for ranks in sorted(some) if len(ranks) > 1} for some in each)
+    )
 
 
 class _AlongDim:

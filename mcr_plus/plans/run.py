@@ -118,7 +118,7 @@ class ParallelModel:
         names = {name for block in self._blocks for name in self.plan.blocks[block].names}
         old = dict(model.named_parameters())
         drop_parameters(model, names)
-        self._comms = open_groups(proved)
+        self._groups = open_groups(proved)
         self.cut: dict[str, CutModule] = {}
         for block in self._blocks:
             self._cut(block)
@@ -126,7 +126,7 @@ class ParallelModel:
         self._parameters = {name: param for name, param in new.items() if not param.is_meta}
         self.part = ModelPart(model, loss, self.plan.profile)
         groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        self.buckets = make_buckets(self._own(old, new, groups), self._comms)
+        self.buckets = make_buckets(self._own(old, new, groups), self._groups.gradients)
         self._optimize(optimizer, old, new, groups)
         self._of_block: dict[int, list[GradientBucket]] = defaultdict(list)
         for bucket in self.buckets:
@@ -182,13 +182,13 @@ class ParallelModel:
             how = plan.how(block, cut)
             if how == "halo":
                 ranks = peers(plan, block, axis, self.rank)
-                cut_space(self.module, names, self.proved, block, ranks, self._comms)
+                cut_space(self.module, names, self.proved, block, ranks, self._groups.tasks)
             if not cut.axes or how in ALONG_DATA:
                 continue
             own = sorted(set(at[:, 2 + axis].tolist()))
-            enter, leave = moves(self.proved, block, axis, self.rank, self._comms)
+            enter, leave = moves(self.proved, block, axis, self.rank, self._groups.tasks)
             count = {name: one.axes[name].parts[0] for name in cut.axes}
-            group = self._comms.get(peers(plan, block, axis, self.rank))
+            group = self._groups.tasks.get(peers(plan, block, axis, self.rank))
             self.cut |= cut_module(self.module, names, cut.axes, count, cut.parts, own, enter, leave, group)
 
     def _own(
@@ -434,7 +434,7 @@ class ParallelModel:
         key = transfer[:4]
         x = self._made.pop(key, None)
         work = redistribute(
-            x, transfer.made, transfer.needed, group=self._comms[transfer.ranks], async_op=True,
+            x, transfer.made, transfer.needed, group=self._groups.transfers[transfer.ranks], async_op=True,
             dtype=getattr(torch, self.plan.blocks[transfer.tensor - 1].dtype), tag=transfer.tag,
         )  # fmt: skip
         if self.rank in transfer.needed.locals:

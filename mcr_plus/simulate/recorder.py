@@ -1,0 +1,214 @@
+"""Recorder of a simulated rank: operations with the computation between them, waits, and steps."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from time import thread_time
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+import mcr_plus
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import MESSAGES, dtype_name
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.streams import Streams
+from mcr_plus.core.work import Info, Work
+from mcr_plus.engine.hook import OperationHook
+from mcr_plus.engine.issue import Issue
+from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RankRecord
+from mcr_plus.simulate.values import fill
+
+_OURS: Final = tuple(
+    f"{Path(str(module.__file__)).parent}/" for module in (torch, mcr_plus)
+)  # frames of these are not the program's
+_KEPT: Final = 1 << 16  # bytes; larger values are data, which no control flow reads
+_PATIENT: Final = 2  # polls of the issuing thread before an operation that nobody waits for is done
+_OTHERS: Final = 1000  # the same by other threads, such as the one that completes torch's futures
+
+
+class EnoughSteps(SystemExit):
+    """Ends the program after enough steps."""
+
+
+class CallRecorder(OperationHook):
+    """Records one rank. `enough`: number of steps after which the program ends; 0: at its own end.
+
+    Computation is the CPU time of the thread that issues, so other processes do not disturb it.
+    """
+
+    def __init__(self, rank: int, values: dict[Any, Any], enough: int) -> None:
+        self.record = RankRecord(rank)
+        self.known = values
+        self.enough = enough
+        self.on_step: Callable[[int], None] = lambda _: None
+        self._calls: list[int] = []  # those of the program's call in progress
+        self._count = 0
+        self._groups: dict[str, int] = {}
+        self._numbers = Counter[tuple[int, ...]]()
+        self._turns = Counter[tuple[int, str]]()
+        self._clock = threading.local()
+        self._optimizer: Any = None
+        self._steps = 0
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def created(self, ranks: tuple[int, ...]) -> None:
+        """Note a group of the program, which may be a group of other ranks."""
+        self.record.created.append((ranks, _site()))
+
+    def opened(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Note a group in which this rank may issue operations."""
+        self._groups[name] = len(self.record.groups)
+        self.record.groups.append((ranks, self._numbers[ranks]))
+        self._numbers[ranks] += 1
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def spent(self) -> float:
+        """Return the seconds of computation since the last call of `resume` in this thread."""
+        now = thread_time()
+        return now - getattr(self._clock, "since", 0.0)
+
+    def resume(self) -> None:
+        """Go on measuring computation."""
+        self._clock.since = thread_time()
+
+    def start(self, group: Group, signature: Signature, message: Message) -> None:
+        """Record an operation, and give its outputs the values that ranks with equal data would get."""
+        seconds = self.spent()
+        index = self._groups[group.name]
+        self.record.events.append(
+            IssuedCall(
+                seconds, signature.kind, index, signature.nbytes, message.own_bytes(),
+                dtype_name(signature.dtype), signature.reduce_op, signature.root, message.peer,
+                message.match_tag, signature.tag, signature.choice, _site(),
+            )
+        )  # fmt: skip
+        self._calls.append(self._count)
+        self._count += 1
+        with _disable_current_modes(), torch.no_grad():
+            self._move(index, group, message)
+        self.resume()
+
+    def _move(self, index: int, group: Group, message: Message) -> None:
+        kind = message.signature.kind
+        # A receive gets the n-th sent value: of the same rank if it has run, else of rank 0.
+        way = "message" if kind in MESSAGES else "collective"
+        turn = self._turns[index, kind]
+        self._turns[index, kind] += 1
+        place = index, way if way == "message" else kind, turn
+        sends = kind == "send" or (message.signature.root == group.rank and kind == "broadcast")
+        if sends and message.own_bytes() <= _KEPT:
+            self.record.values[place] = message.inputs[0].detach().clone()
+        fill(message, group.rank, self.known.get(place))
+
+    # -- the program's calls ----------------------------------------------------------------------
+
+    def bound(self, group: Group, issue: Issue) -> Issue:  # noqa: ARG002
+        """See `OperationHook`."""
+
+        def start(message: Message) -> Work:
+            outer, self._calls = self._calls, []
+            try:
+                return RecordedWork(issue.start(message), self, self._calls)
+            finally:
+                self._calls = outer
+
+        def run(message: Message) -> None:
+            outer, self._calls = self._calls, []
+            try:
+                issue.run(message)
+                self.waited(self._calls)
+            finally:
+                self._calls = outer
+
+        return Issue(start, run)
+
+    def waited(self, calls: list[int]) -> None:
+        """Record a wait for operations."""
+        for call in calls:
+            self.record.events.append(AwaitedCall(self.spent(), call))
+            self.resume()
+        calls.clear()
+
+    def finishing(self, work: Work, calls: list[int]) -> None:
+        """Complete a call, whose later operations belong to it."""
+        outer, self._calls = self._calls, calls
+        try:
+            work.wait()
+        finally:
+            self._calls = outer
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def stepped(self, optimizer: Any, *_: object) -> None:
+        """Note the end of a step, if it is the first optimizer's; ends the program after enough steps."""
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer:
+            return
+        self.record.events.append(EndedStep(self.spent()))
+        self._steps += 1
+        self.on_step(self._steps)
+        if self._steps == self.enough:
+            raise EnoughSteps(0)
+        self.resume()
+
+
+class RecordedWork(Work):
+    """Handle of a program's call, which is not done before the program waits or polls several times."""
+
+    __slots__ = ("_calls", "_polls", "_recorder", "_thread", "_waited", "_work")
+
+    def __init__(self, work: Work, recorder: CallRecorder, calls: list[int]) -> None:
+        self._work, self._recorder, self._calls = work, recorder, calls
+        self._polls, self._waited, self._thread = 0, False, threading.get_ident()
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: ARG002, D102
+        self._waited = True
+        self._recorder.finishing(self._work, self._calls)
+        self._recorder.waited(self._calls)
+
+    def is_completed(self) -> bool:  # noqa: D102
+        self._polls += 1
+        patience = _PATIENT if threading.get_ident() == self._thread else _OTHERS
+        if not self._waited and self._polls > patience:
+            self.wait()
+        return self._waited
+
+    probe = is_completed
+
+    @property
+    def streams(self) -> Streams | None:  # noqa: D102
+        return self._work.streams
+
+    def exception(self) -> BaseException | None:  # noqa: D102
+        return self._work.exception()
+
+    def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
+        self._work.then(function)
+        return self
+
+    @property
+    def info(self) -> Info:  # noqa: D102
+        return self._work.info
+
+    def source_rank(self) -> int | None:  # noqa: D102
+        return self._work.source_rank()
+
+
+def _site() -> str:
+    """Return file and line of the program's innermost frame."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_OURS, "<frozen")) and "runpy" not in name:
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"

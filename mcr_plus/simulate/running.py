@@ -1,0 +1,141 @@
+"""Run a program as ranks of a simulated job: each rank in a forked process, one after another."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed
+
+from mcr_plus.errors import BackendError
+from mcr_plus.rendezvous.world import World
+from mcr_plus.simulate.memory import TensorPeak
+from mcr_plus.simulate.recorder import CallRecorder, EnoughSteps
+from mcr_plus.simulate.records import RankRecord
+from mcr_plus.simulate.world import SimulatedCluster
+
+MEASURED_FROM: Final = 2  # steps in which memory is measured, which takes time
+
+
+@dataclass
+class SimulatedProgram:
+    """A program with its arguments, on so many ranks.
+
+    Attributes:
+        hosts: host of each rank. steps: number of steps of each rank; 0: to the program's end.
+        memory: measure the peak of tensors. jobs: number of processes at a time.
+        values: what ranks that have run have sent, by place in the program.
+    """
+
+    script: Path
+    arguments: Sequence[str]
+    hosts: tuple[str, ...]
+    steps: int = 4
+    memory: bool = True
+    jobs: int = 2
+    values: dict[Any, Any] = field(default_factory=dict)
+    ran: dict[int, RankRecord] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    def run(self, ranks: Iterable[int]) -> None:
+        """Run ranks that have not run, several at a time. Raises `BackendError` if one fails."""
+        todo = [rank for rank in dict.fromkeys(ranks) if rank not in self.ran]
+        if not self.ran and len(todo) > 1:  # what it sends is for the others
+            self.run([todo.pop(0)])
+        with tempfile.TemporaryDirectory(prefix="mcr-simulate-") as folder:
+            running: dict[int, int] = {}
+            while todo or running:
+                while todo and len(running) < self.jobs:
+                    rank = todo.pop(0)
+                    running[self._fork(rank, Path(folder))] = rank
+                process, status = os.wait()
+                if process in running:
+                    self._take(running.pop(process), status, Path(folder))
+
+    def _take(self, rank: int, status: int, folder: Path) -> None:
+        path = folder / str(rank)
+        output = (folder / f"{rank}.out").read_text(errors="replace")
+        if not path.exists():
+            code = os.waitstatus_to_exitcode(status)
+            raise BackendError(f"rank {rank} ended with status {code}\n{output[-4000:]}")
+        record: RankRecord = pickle.loads(path.read_bytes())
+        record.output = output
+        if record.failure:
+            raise BackendError(f"rank {rank}: the program has failed\n{output[-2000:]}{record.failure}")
+        self.ran[rank] = record
+        for place, value in record.values.items():
+            self.values.setdefault(place, value)
+
+    def _fork(self, rank: int, folder: Path) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = os.fork()
+        if process:
+            return process
+        code = 1
+        try:
+            into = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
+            os.dup2(into, 1)
+            os.dup2(into, 2)
+            record = self._be(rank)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            (folder / f"{rank}.part").write_bytes(pickle.dumps(record))
+            (folder / f"{rank}.part").rename(folder / str(rank))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def _be(self, rank: int) -> RankRecord:
+        """Run the program as this rank, in a process of its own."""
+        host = self.hosts[rank]
+        local = sum(each == host for each in self.hosts[:rank])
+        os.environ |= {
+            "RANK": str(rank), "WORLD_SIZE": str(self.size), "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.hosts.count(host)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+            "GROUP_RANK": str(sorted(set(self.hosts)).index(host)),
+        }  # fmt: skip
+        torch.set_num_threads(1)
+        recorder = CallRecorder(rank, self.values, self.steps)
+        world = World(rank, self.size, self.hosts, 300.0, None)
+        SimulatedCluster(recorder, world).install()
+        tensors = TensorPeak() if self.memory else None
+        if tensors is not None:
+            recorder.on_step = lambda step: tensors.stop() if step == MEASURED_FROM else None
+            tensors.start()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sys.argv = [str(self.script), *self.arguments]
+        sys.path[0] = str(self.script.absolute().parent)
+        record = recorder.record
+        recorder.resume()
+        try:
+            runpy.run_path(str(self.script), run_name="__main__")
+        except EnoughSteps:
+            pass
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                record.failure = f"it ended with status {ended.code}\n"
+        except BaseException:
+            record.failure = traceback.format_exc()
+        if tensors is not None:
+            tensors.stop()
+            record.peak = tensors.peak
+        record.resident = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        return record

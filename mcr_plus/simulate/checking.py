@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from mcr_plus.bucketing.events import ISSUE
 from mcr_plus.bucketing.simulation_result import SimulationResult
 from mcr_plus.errors import short
 from mcr_plus.simulate.cluster import FoldedJob, FoldedSimulation, FreeCosts, QueueSlot, RankRole
 from mcr_plus.simulate.records import IssuedCall
+
+_SHOWN: Final = 6  # ranks of a circle in a text
 
 
 class OrderProblem(NamedTuple):
@@ -137,30 +140,68 @@ def _paired(
 
 
 def _stuck(job: FoldedJob) -> Iterator[OrderProblem]:
-    """Yield one problem with the ranks that wait for each other forever."""
+    """Yield one problem: a circle of ranks that wait for each other forever."""
     simulation = job.simulation(FreeCosts(job.world), job.whole())
-    waits = _waits(simulation, simulation.run())
-    if not waits:
-        return
-    names = [f"rank {rank} waits for {name} in {short(group)}" for rank, name, group in waits]
-    more = f"; and {len(names) - 4} others" if len(names) > 4 else ""
-    yield OrderProblem(
-        f"these ranks wait for each other: {'; '.join(names[:4])}{more}", tuple(rank for rank, *_ in waits)
-    )
+    found = StuckRanks(simulation, simulation.run())
+    if circle := found.circle():
+        texts = [found.words(at) for at in circle[:_SHOWN]]
+        more = f"; and {len(circle) - _SHOWN} more ranks" if len(circle) > _SHOWN else ""
+        yield OrderProblem(
+            f"ranks wait for each other: {'; '.join(texts)}{more}",
+            tuple(int(found.result.ranks[at]) for at in circle),
+        )
 
 
-def _waits(job: FoldedSimulation, result: SimulationResult) -> list[tuple[int, str, tuple[int, ...]]]:
-    """Return the ranks that never end, with the operation for which they wait, and its group."""
-    found = []
-    programs = result.programs
-    for at, rank in enumerate(result.ranks.tolist()):
-        own = int(job.of_rank[rank])
-        begin, end = int(programs.begins[own]), int(programs.begins[own + 1])
-        stopped = np.flatnonzero(np.isnan(result.ran.when[at, : end - begin]))
-        if len(stopped):
-            event = begin + int(stopped[0])
-            slot, number = int(programs.slot[event]), int(programs.number[event])
-            queue = int(result.queues[result.queue_of[at, slot]])
-            name = job.programs[own].sent[slot][number].name
-            found.append((rank, name, tuple(job.groups[queue])))
-    return found
+class StuckRanks:
+    """Ranks of a simulation that never end; each by its index among those simulated."""
+
+    def __init__(self, simulation: FoldedSimulation, result: SimulationResult) -> None:
+        self.simulation, self.result = simulation, result
+        self.stopped: dict[int, int] = {}  # the event at which each rank waits
+        for at, own in enumerate(simulation.of_rank[result.ranks].tolist()):
+            begin, end = result.programs.begins[own : own + 2].tolist()
+            never = np.flatnonzero(np.isnan(result.ran.when[at, : end - begin]))
+            if len(never):
+                self.stopped[at] = int(never[0])
+
+    def circle(self) -> list[int]:
+        """Return ranks of which each waits for the next, and the last for the first; empty if all end."""
+        seen: list[int] = []
+        at = next(iter(self.stopped), None)
+        while at is not None and at not in seen:
+            seen.append(at)
+            at = self._missing(at)
+        return seen if at is None else seen[seen.index(at) :]
+
+    def words(self, at: int) -> str:
+        """Return for which operation of which group a rank waits."""
+        event, queue = self._awaited(at)
+        own = int(self.simulation.of_rank[self.result.ranks[at]])
+        programs = self.result.programs
+        name = self.simulation.programs[own].sent[programs.slot[event]][programs.number[event]].name
+        group = self.simulation.groups[int(self.result.queues[queue])]
+        return f"rank {self.result.ranks[at]} waits for {name} of {short(tuple(group))}"
+
+    def _awaited(self, at: int) -> tuple[int, int]:
+        """Return the event at which a rank waits, and the queue for which it does."""
+        programs = self.result.programs
+        own = int(self.simulation.of_rank[self.result.ranks[at]])
+        event = int(programs.begins[own]) + self.stopped[at]
+        return event, int(self.result.queue_of[at, programs.slot[event]])
+
+    def _missing(self, at: int) -> int | None:
+        """Return a stuck rank that has not issued the operation for which this rank waits."""
+        event, queue = self._awaited(at)
+        made, number = self.result.made, int(self.result.programs.number[event])
+        for member in range(made.members[queue], made.members[queue + 1]):
+            rank, slot = int(made.rank[member]), int(made.slot[member])
+            if rank in self.stopped and self._issued(rank, slot) <= number:
+                return rank
+        return None
+
+    def _issued(self, at: int, slot: int) -> int:
+        """Return how many operations a rank has issued in a slot before it stopped."""
+        programs = self.result.programs
+        begin = int(programs.begins[int(self.simulation.of_rank[self.result.ranks[at]])])
+        reached = slice(begin, begin + self.stopped[at])
+        return int(np.sum((programs.code[reached] == ISSUE) & (programs.slot[reached] == slot)))

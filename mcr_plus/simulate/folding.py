@@ -19,6 +19,7 @@ from mcr_plus.simulate.records import AwaitedCall, IssuedCall, RankRecord
 
 Ints = NDArray[np.int64]
 _LEVELS: Final = 4
+_FEW: Final = 8  # members of a group of rank 0 that all run
 
 
 class GroupFamily:
@@ -151,7 +152,8 @@ class RankFolding:
         for family in self.families.all:
             if family.owner[0] >= 0:
                 group, last = family.groups[family.owner[0]], family.size - 1
-                found |= dict.fromkeys(group[place] for place in (min(1, last), family.size // 2, last))
+                few = (min(1, last), family.size // 2, last)
+                found |= dict.fromkeys(group if family.size <= _FEW else [group[place] for place in few])
         return list(found)
 
     def _classes(self, levels: Sequence[int]) -> Ints:

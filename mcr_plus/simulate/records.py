@@ -67,6 +67,7 @@ class RankRecord:
         inner: groups of the stage `hierarchical` inside them.
         values: small values that the rank sent or broadcast, by place in the program, for other ranks.
         peak: largest sum of bytes of tensors; None if not measured. resident: growth of the process.
+        modules: those of libraries that the program has imported.
         failure: traceback of the program; empty if it ended, or was stopped after enough steps.
     """
 
@@ -80,6 +81,7 @@ class RankRecord:
     resident: int = 0
     failure: str = ""
     output: str = ""
+    modules: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> int:

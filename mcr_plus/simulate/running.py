@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pickle
 import resource
@@ -25,6 +27,7 @@ from mcr_plus.simulate.records import RankRecord
 from mcr_plus.simulate.world import SimulatedCluster
 
 MEASURED_FROM: Final = 2  # steps in which memory is measured, which takes time
+_SHARED: Final = ("torch.", "mcr_plus.", "numpy.", "numba.")
 
 
 @dataclass
@@ -77,6 +80,9 @@ class SimulatedProgram:
         if record.failure:
             raise BackendError(f"rank {rank}: the program has failed\n{output[-2000:]}{record.failure}")
         self.ran[rank] = record
+        for name in record.modules if len(self.ran) == 1 else ():  # once for all later ranks
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
         for place, value in record.values.items():
             self.values.setdefault(place, value)
 
@@ -121,6 +127,7 @@ class SimulatedProgram:
             recorder.on_step = lambda step: tensors.stop() if step == MEASURED_FROM else None
             tensors.start()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        loaded = {*sys.modules}
         sys.argv = [str(self.script), *self.arguments]
         sys.path[0] = str(self.script.absolute().parent)
         record = recorder.record
@@ -137,5 +144,6 @@ class SimulatedProgram:
         if tensors is not None:
             tensors.stop()
             record.peak = tensors.peak
+        record.modules = [name for name in sys.modules if name not in loaded and name.startswith(_SHARED)]
         record.resident = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         return record

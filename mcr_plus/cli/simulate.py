@@ -32,6 +32,7 @@ def simulate(
     runs: Annotated[int, typer.Option(min=1, help="About how many ranks to run.")] = 64,
     all_ranks: Annotated[bool, typer.Option("--all", help="Run all ranks.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Ranks that run at a time.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds that a rank may take.")] = 300.0,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure the tensors' peak.")] = True,
     compute: Annotated[
         float, typer.Option(min=0.0, help="Factor of the computation's time, for faster processors.")
@@ -50,7 +51,7 @@ def simulate(
         os.environ["MCR_CONFIG"] = str(config.absolute())
     hosts = tuple(f"node{rank // costs.topology.ranks_per_node}" for rank in range(ranks))
     program = SimulatedProgram(
-        script, args or [], hosts, steps, memory, jobs=jobs or len(os.sched_getaffinity(0))
+        script, args or [], hosts, steps, memory, jobs or len(os.sched_getaffinity(0)), timeout
     )
     try:
         found = foretell(program, costs, most=runs, all_ranks=all_ranks, scale=compute)

@@ -52,7 +52,7 @@ class CallRecorder(OperationHook):
         self._count = 0
         self._groups: dict[str, int] = {}
         self._numbers = Counter[tuple[int, ...]]()
-        self._turns = Counter[tuple[int, str]]()
+        self._turns = Counter[Any]()
         self._clock = threading.local()
         self._optimizer: Any = None
         self._steps = 0
@@ -98,16 +98,34 @@ class CallRecorder(OperationHook):
         self.resume()
 
     def _move(self, index: int, group: Group, message: Message) -> None:
-        kind = message.signature.kind
-        # A receive gets the n-th sent value: of the same rank if it has run, else of rank 0.
-        way = "message" if kind in MESSAGES else "collective"
-        turn = self._turns[index, kind]
-        self._turns[index, kind] += 1
-        place = index, way if way == "message" else kind, turn
-        sends = kind == "send" or (message.signature.root == group.rank and kind == "broadcast")
-        if sends and message.own_bytes() <= _KEPT:
-            self.record.values[place] = message.inputs[0].detach().clone()
-        fill(message, group.rank, self.known.get(place))
+        """Keep a small value that others would receive; give the outputs of an operation their values."""
+        signature, me = message.signature, self.record.rank
+        kind, root = signature.kind, signature.root
+        value = None
+        if kind in MESSAGES or kind == "broadcast":
+            peer = None if message.peer is None else group.ranks[message.peer]
+            sends = kind == "send" or root == group.rank
+            sender = me if sends else peer if root is None else group.ranks[root]
+            channel = sender, (peer if sends else me) if root is None else group.name
+            turn = self._turns[channel]
+            self._turns[channel] += 1
+            if sends:
+                small = message.own_bytes() <= _KEPT
+                kept = message.inputs[0].detach().clone() if small else None
+                for key in (channel,) if root is None else (channel, ("like", index)):
+                    self.record.values.setdefault(key, []).append(kept)
+            else:
+                value = self._received(index, channel, turn, message.outputs[0])
+        fill(message, group.rank, value)
+
+    def _received(self, index: int, channel: Any, turn: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return what the sender has sent, if it has run, or else rank 0 in its group of the same number."""
+        for values in (self.known.get(channel, []), self.known.get(("like", index), [])):
+            if turn < len(values) and values[turn] is not None and values[turn].nbytes == like.nbytes:
+                return values[turn]
+        if not like.is_floating_point():  # it may decide what the program does
+            self.record.missing = channel[0]
+        return None
 
     # -- the program's calls ----------------------------------------------------------------------
 

@@ -65,7 +65,8 @@ class RankRecord:
         events: in program order. groups: the groups in which the rank issued operations.
         created: all groups of the program, also those of other ranks, with their places in the program.
         inner: groups of the stage `hierarchical` inside them.
-        values: small values that the rank sent or broadcast, by place in the program, for other ranks.
+        values: small values that the rank sent or broadcast, in order, by sender and receiver or group.
+        missing: the rank whose value it lacked last, because that rank has not run.
         peak: largest sum of bytes of tensors; None if not measured. resident: growth of the process.
         modules: those of libraries that the program has imported.
         failure: traceback of the program; empty if it ended, or was stopped after enough steps.
@@ -77,6 +78,7 @@ class RankRecord:
     created: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     inner: list[tuple[int, ...]] = field(default_factory=list)
     values: dict[Any, Any] = field(default_factory=dict)
+    missing: int | None = None
     peak: int | None = None
     resident: int = 0
     failure: str = ""

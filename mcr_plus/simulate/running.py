@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import pickle
 import resource
 import runpy
+import signal
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +30,7 @@ from mcr_plus.simulate.records import RankRecord
 from mcr_plus.simulate.world import SimulatedCluster
 
 MEASURED_FROM: Final = 2  # steps in which memory is measured, which takes time
+_TRIES: Final = 8  # failures of a rank for lack of other ranks' values
 _SHARED: Final = ("torch.", "mcr_plus.", "numpy.", "numba.")
 
 
@@ -37,6 +41,7 @@ class SimulatedProgram:
     Attributes:
         hosts: host of each rank. steps: number of steps of each rank; 0: to the program's end.
         memory: measure the peak of tensors. jobs: number of processes at a time.
+        timeout: seconds after which a rank is ended.
         values: what ranks that have run have sent, by place in the program.
     """
 
@@ -46,6 +51,7 @@ class SimulatedProgram:
     steps: int = 4
     memory: bool = True
     jobs: int = 2
+    timeout: float = 300.0
     values: dict[Any, Any] = field(default_factory=dict)
     ran: dict[int, RankRecord] = field(default_factory=dict)
 
@@ -55,36 +61,63 @@ class SimulatedProgram:
         return len(self.hosts)
 
     def run(self, ranks: Iterable[int]) -> None:
-        """Run ranks that have not run, several at a time. Raises `BackendError` if one fails."""
+        """Run ranks that have not run, several at a time. Raises `BackendError` if one fails.
+
+        A rank that fails for lack of a value from a rank that has not run is run again after that rank.
+        """
         todo = [rank for rank in dict.fromkeys(ranks) if rank not in self.ran]
         if not self.ran and len(todo) > 1:  # what it sends is for the others
             self.run([todo.pop(0)])
+        failed, needs = Counter[int](), dict[int, int]()
+        running: dict[int, tuple[int, frozenset[int]]] = {}  # with the ranks that had run before
         with tempfile.TemporaryDirectory(prefix="mcr-simulate-") as folder:
-            running: dict[int, int] = {}
-            while todo or running:
-                while todo and len(running) < self.jobs:
-                    rank = todo.pop(0)
-                    running[self._fork(rank, Path(folder))] = rank
-                process, status = os.wait()
-                if process in running:
-                    self._take(running.pop(process), status, Path(folder))
+            try:
+                while todo or running:
+                    now = {rank for rank, _ in running.values()}
+                    ready = [rank for rank in todo if needs.get(rank) not in now]
+                    for rank in ready[: self.jobs - len(running)]:
+                        todo.remove(rank)
+                        running[self._fork(rank, Path(folder))] = rank, frozenset(self.ran)
+                    process, status = os.wait()
+                    if process in running:
+                        rank, before = running.pop(process)
+                        record = self._read(rank, status, Path(folder))
+                        needed = record.missing if record.failure else None
+                        failed[rank] += bool(record.failure)
+                        if record.failure and (needed is None or needed in before or failed[rank] > _TRIES):
+                            raise BackendError(_failure(record))
+                        self._keep(record)
+                        if needed is not None:
+                            needs[rank] = needed
+                            others = {*self.ran, *(each for each, _ in running.values())}
+                            todo = [*dict.fromkeys([*({needed} - others), rank, *todo])]
+            finally:
+                for process in running:
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
 
-    def _take(self, rank: int, status: int, folder: Path) -> None:
+    def _keep(self, record: RankRecord) -> None:
+        """Keep what a rank has sent, and its record if it has not failed."""
+        for channel, values in record.values.items():
+            if channel[0] == record.rank or channel not in self.values:
+                self.values[channel] = values
+        if not record.failure:
+            self.ran[record.rank] = record
+            for name in record.modules if len(self.ran) == 1 else ():  # once for all later ranks
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+
+    def _read(self, rank: int, status: int, folder: Path) -> RankRecord:
+        """Return the record that a process has left."""
         path = folder / str(rank)
         output = (folder / f"{rank}.out").read_text(errors="replace")
         if not path.exists():
             code = os.waitstatus_to_exitcode(status)
             raise BackendError(f"rank {rank} ended with status {code}\n{output[-4000:]}")
         record: RankRecord = pickle.loads(path.read_bytes())
+        path.unlink()
         record.output = output
-        if record.failure:
-            raise BackendError(f"rank {rank}: the program has failed\n{output[-2000:]}{record.failure}")
-        self.ran[rank] = record
-        for name in record.modules if len(self.ran) == 1 else ():  # once for all later ranks
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-        for place, value in record.values.items():
-            self.values.setdefault(place, value)
+        return record
 
     def _fork(self, rank: int, folder: Path) -> int:
         sys.stdout.flush()
@@ -94,9 +127,10 @@ class SimulatedProgram:
             return process
         code = 1
         try:
-            into = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
+            into = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(into, 1)
             os.dup2(into, 2)
+            faulthandler.dump_traceback_later(self.timeout, exit=True, file=sys.__stderr__)
             record = self._be(rank)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -147,3 +181,7 @@ class SimulatedProgram:
         record.modules = [name for name in sys.modules if name not in loaded and name.startswith(_SHARED)]
         record.resident = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         return record
+
+
+def _failure(record: RankRecord) -> str:
+    return f"rank {record.rank}: the program has failed\n{record.output[-2000:]}{record.failure}"

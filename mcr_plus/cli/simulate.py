@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mcr_plus.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mcr_plus.bucketing.scaling import ClusterCosts
     from mcr_plus.simulate.foretell import ForetoldJob
+
+_MOST: Final = 6  # ranges of ranks in a text
 
 
 def simulate(
@@ -61,7 +65,7 @@ def simulate(
         print_json(_document(found))
     else:
         _print(found)
-    if found.problems:
+    if found.timeline is None:
         raise typer.Exit(1)
 
 
@@ -112,7 +116,6 @@ def _document(found: ForetoldJob) -> dict[str, Any]:
 
 def _print(found: ForetoldJob) -> None:
     from mcr_plus.core.units import about
-    from mcr_plus.errors import short
 
     timeline = found.timeline
     for each in found.problems[:20]:
@@ -120,8 +123,9 @@ def _print(found: ForetoldJob) -> None:
     if timeline is not None:
         typer.echo(
             f"step: {1e3 * timeline.step_s:.2f} ms on {found.ranks} ranks (costs: {timeline.how}); "
-            f"computation {1e3 * timeline.compute_s:.2f} ms, exposed communication {1e3 * timeline.exposed_s:.2f} ms; "
-            f"lower bound {1e3 * timeline.bound:.2f} ms, set by {timeline.bound_by}"
+            f"computation {1e3 * timeline.compute_s:.2f} ms, exposed communication "
+            f"{1e3 * timeline.exposed_s:.2f} ms; lower bound {1e3 * timeline.bound:.2f} ms, set by "
+            f"{timeline.bound_by}"
         )
         busy = [f"{link} {1e3 * seconds:.2f} ms" for link, seconds in found.links.items()]
         typer.echo(f"links in use, of the busiest rank: {', '.join(busy) or 'none'}")
@@ -132,7 +136,7 @@ def _print(found: ForetoldJob) -> None:
         ("ranks", "ran", "operations", "peak of tensors", "process"),
         [
             (
-                f"{len(each.ranks)}: {short(each.ranks)}", short(each.ran), str(each.operations),
+                f"{len(each.ranks)}: {_ranges(each.ranks)}", _ranges(each.ran), str(each.operations),
                 "" if each.peak is None else about(each.peak), about(each.resident),
             )
             for each in found.roles
@@ -141,3 +145,11 @@ def _print(found: ForetoldJob) -> None:
     typer.echo(found.grounds)
     for text in found.notes:
         typer.echo(f"note: {text}", err=True)
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as text, such as 0-7 16-23, shortened if there are many ranges."""
+    starts = [rank for at, rank in enumerate(ranks) if not at or rank != ranks[at - 1] + 1]
+    ends = [rank for at, rank in enumerate(ranks) if at + 1 == len(ranks) or ranks[at + 1] != rank + 1]
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return " ".join(texts if len(texts) <= _MOST else [*texts[:_MOST], "…"])

@@ -10,7 +10,7 @@ import numpy as np
 
 from mcr_plus.bucketing.scaling import ClusterCosts
 from mcr_plus.bucketing.simulation_result import CLASSES, SimulationResult, Timeline
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.simulate.checking import OrderProblem, problems
 from mcr_plus.simulate.cluster import FoldedJob
 from mcr_plus.simulate.folding import RankFolding
@@ -41,7 +41,8 @@ class SimulatedRole:
 class ForetoldJob:
     """What `foretell` found.
 
-    `problems`: operations that do not fit together; then `timeline` is None. `links`: seconds in which the
+    `problems`: operations that do not fit together. `timeline`: None if there are any, or if the cost of an
+    operation is unknown. `links`: seconds in which the
     slowest rank's operations use each class of links. `grounds`: on what grounds ranks were folded.
     """
 
@@ -70,7 +71,6 @@ def foretell(
     Raises:
         BackendError: a rank has failed; the text has its rank and traceback.
         InvalidArgument: the topology has fewer ranks, or no rank communicates.
-        Unsupported: the cost of an operation is unknown.
     """
     world = program.size
     if world > costs.topology.ranks:
@@ -98,11 +98,14 @@ def foretell(
             "the program issues no operation between ranks; expected torch.distributed or mcr_plus"
         )
     timeline, links = None, {}
+    notes = [*_notes(program, unproven)]
     if not found:
-        simulation = job.simulation(costs, job.step(MEASURED_FROM, scale))
-        result = simulation.run()
-        result.check_end()
-        timeline, links = result.timeline(), _links(simulation, result)
+        try:
+            simulation = job.simulation(costs, job.step(MEASURED_FROM, scale))
+            result = simulation.run()
+            timeline, links = result.timeline(), _links(simulation, result)
+        except Unsupported as error:  # what was checked is worth knowing without the time
+            notes.append(f"no time: {error}")
     return ForetoldJob(
         world,
         roles,
@@ -110,7 +113,7 @@ def foretell(
         timeline,
         links,
         _grounds(folding, program),
-        tuple(_notes(program, unproven)),
+        tuple(notes),
     )
 
 

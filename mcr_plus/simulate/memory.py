@@ -15,7 +15,7 @@ class TensorPeak(TorchDispatchMode):
     """Counts the bytes of the storages that operators return, until they are freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
         self._known = WeakIdKeyDictionary()
         self._active = False
@@ -23,13 +23,13 @@ class TensorPeak(TorchDispatchMode):
     def start(self) -> None:
         """Count from now on."""
         self._active = True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Count no more; later calls do nothing."""
         if self._active:
             self._active = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and count its results."""

@@ -120,9 +120,11 @@ class CallRecorder(OperationHook):
 
     def _received(self, index: int, channel: Any, turn: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return what the sender has sent, if it has run, or else rank 0 in its group of the same number."""
-        for values in (self.known.get(channel, []), self.known.get(("like", index), [])):
-            if turn < len(values) and values[turn] is not None and values[turn].nbytes == like.nbytes:
-                return values[turn]
+        for key in (channel, ("like", index)):
+            values: list[torch.Tensor | None] = self.known.get(key, [])
+            value = values[turn] if turn < len(values) else None
+            if value is not None and value.nbytes == like.nbytes:
+                return value
         if not like.is_floating_point():  # it may decide what the program does
             self.record.missing = channel[0]
         return None

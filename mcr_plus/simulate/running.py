@@ -113,7 +113,8 @@ class SimulatedProgram:
         output = (folder / f"{rank}.out").read_text(errors="replace")
         if not path.exists():
             code = os.waitstatus_to_exitcode(status)
-            raise BackendError(f"rank {rank} ended with status {code}\n{output[-4000:]}")
+            said = output.partition('  File "<frozen runpy>')[0][-4000:]  # then come frames that started it
+            raise BackendError(f"rank {rank}: the program has ended with status {code}\n{said}")
         record: RankRecord = pickle.loads(path.read_bytes())
         path.unlink()
         record.output = output
@@ -130,7 +131,7 @@ class SimulatedProgram:
             into = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(into, 1)
             os.dup2(into, 2)
-            faulthandler.dump_traceback_later(self.timeout, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self.timeout, exit=True, file=2)
             record = self._be(rank)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -173,8 +174,8 @@ class SimulatedProgram:
         except SystemExit as ended:
             if ended.code not in (None, 0):
                 record.failure = f"it ended with status {ended.code}\n"
-        except BaseException:
-            record.failure = traceback.format_exc()
+        except BaseException as error:
+            record.failure = _of_program(error)
         if tensors is not None:
             tensors.stop()
             record.peak = tensors.peak
@@ -185,3 +186,11 @@ class SimulatedProgram:
 
 def _failure(record: RankRecord) -> str:
     return f"rank {record.rank}: the program has failed\n{record.output[-2000:]}{record.failure}"
+
+
+def _of_program(error: BaseException) -> str:
+    """Return the traceback of an error, from the program's first frame on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

@@ -29,8 +29,8 @@ def fill(message: Message, rank: int, known: torch.Tensor | None) -> None:
         return
     if not message.inputs:
         return
-    source = torch.cat([each.reshape(-1) for each in message.inputs]) if len(message.inputs) > 1 else None
-    flat = message.inputs[0].reshape(-1) if source is None else source
+    parts = [each.reshape(-1) for each in message.inputs]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     if kind in ("reduce_scatter", "scatter", "all_to_all"):  # this rank's block of the input
         counts = message.input_counts or (flat.numel() // size,) * size
         begin = sum(counts[:rank])

@@ -116,15 +116,20 @@ class SimulatedCluster:
 
     def install(self) -> None:
         """Replace the functions in which a job would meet other processes, for the rest of the process."""
-        init.begin = self._begin
-        init._find_ranks = lambda *_: self.world
-        opening._missing = lambda *_: {}  # other ranks have opened the same libraries
-        opening.inner_groups = self._inner_groups
-        process_group.communicator_of = self._communicator_of
-        c10d.rendezvous = self._rendezvous
-        c10d._store_based_barrier = lambda *_, **__: None
-        self._usual = c10d._new_process_group_helper
-        c10d._new_process_group_helper = self._new_process_group
+        self._usual: Any = c10d._new_process_group_helper
+        replaced: dict[Any, dict[str, Any]] = {
+            init: {"begin": self._begin, "_find_ranks": lambda *_: self.world},
+            # Other ranks have opened the same libraries.
+            opening: {"_missing": lambda *_: {}, "inner_groups": self._inner_groups},
+            process_group: {"communicator_of": self._communicator_of},
+            c10d: {
+                "rendezvous": self._rendezvous,
+                "_store_based_barrier": lambda *_, **__: None,
+                "_new_process_group_helper": self._new_process_group,
+            },
+        }
+        for module, functions in replaced.items():
+            vars(module).update(functions)
         register_optimizer_step_post_hook(self.recorder.stepped)
 
     def _begin(

@@ -32,7 +32,7 @@ ORDER = (
     {"cli"},
     {"tuning"},
     FACADES,
-    {"elasticity", "horovod", "parallel", "plans", "weight_sync"},
+    {"elasticity", "horovod", "parallel", "plans", "simulate", "weight_sync"},
     {"layout", "local_sgd", "reproducible"},
     {"training"},
     {"api", "bucketing", "observe", "torch_backend"},
@@ -53,7 +53,7 @@ ORDER = (
 # Removable folders, and the removable folders that each uses. The path of an operation uses none.
 CAPABILITIES: dict[str, set[str]] = {
     "bucketing": set(),
-    "cli": {"bucketing", "launch", "layout", "observe", "reliability", "reproducible", "tuning", "parallel"},
+    "cli": {"bucketing", "launch", "layout", "observe", "reliability", "reproducible", "simulate", "tuning", "parallel"},
     "elasticity": {"local_sgd", "training"},
     "horovod": {"observe", "training"},
     "launch": set(),
@@ -64,6 +64,7 @@ CAPABILITIES: dict[str, set[str]] = {
     "plans": {"bucketing"},
     "reliability": set(),
     "reproducible": {"observe"},
+    "simulate": {"bucketing"},
     "training": {"bucketing"},
     "tuning": {"bucketing", "observe"},
     "weight_sync": {"layout"},

@@ -1,7 +1,7 @@
 """Program of torch.distributed alone: steps of a transformer under DDP, for `bench_simulate.py`.
 
-    mcr-plus run -n 2 --via torch benchmarks/ddp_steps.py
-    mcr-plus simulate -n 2 --topology cluster.yaml benchmarks/ddp_steps.py
+mcr-plus run -n 2 --via torch benchmarks/ddp_steps.py
+mcr-plus simulate -n 2 --topology cluster.yaml benchmarks/ddp_steps.py
 """
 
 from __future__ import annotations

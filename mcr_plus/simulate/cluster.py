@@ -18,7 +18,7 @@ from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.simulate.folding import GroupFamilies, RankFolding
-from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RankRecord
+from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RecordedRank
 
 Ints = NDArray[np.int64]
 
@@ -49,10 +49,10 @@ class RankRole:
     slots: list[QueueSlot]
     of_call: list[tuple[int, int] | None]
     calls: list[list[IssuedCall]]
-    record: RankRecord
+    record: RecordedRank
 
     @classmethod
-    def of(cls, record: RankRecord, families: GroupFamilies) -> RankRole:
+    def of(cls, record: RecordedRank, families: GroupFamilies) -> RankRole:
         """Return the role of a rank. Receives from any rank are in no slot."""
         known: dict[QueueSlot, int] = {}
         calls: list[list[IssuedCall]] = []
@@ -99,7 +99,7 @@ class FoldedJob:
     have one role.
     """
 
-    def __init__(self, records: Mapping[int, RankRecord], stands: Ints, folding: RankFolding) -> None:
+    def __init__(self, records: Mapping[int, RecordedRank], stands: Ints, folding: RankFolding) -> None:
         self.families, self.world, self.records = folding.families, len(stands), records
         alike: dict[object, list[int]] = {}
         for rank in sorted(records):
@@ -157,7 +157,7 @@ class FoldedJob:
         return programs
 
 
-def _steps(record: RankRecord) -> list[tuple[int, int]]:
+def _steps(record: RecordedRank) -> list[tuple[int, int]]:
     """Return the first and the last event of each step; the whole program if there is none."""
     ends = [at for at, each in enumerate(record.events) if isinstance(each, EndedStep)]
     begins = [0, *(end + 1 for end in ends[:-1])]

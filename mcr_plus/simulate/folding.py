@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mcr_plus.simulate.records import AwaitedCall, IssuedCall, RankRecord
+from mcr_plus.simulate.records import AwaitedCall, IssuedCall, RecordedRank
 
 Ints = NDArray[np.int64]
 _LEVELS: Final = 4
@@ -76,7 +76,7 @@ class GroupFamilies:
         return self.of[ranks]
 
 
-def relative(record: RankRecord, families: GroupFamilies) -> tuple[Any, ...]:
+def relative(record: RecordedRank, families: GroupFamilies) -> tuple[Any, ...]:
     """Return the events of a rank without times and places, and with peers as distances."""
     groups = [
         (families.add(ranks), number, ranks.index(record.rank), len(ranks)) for ranks, number in record.groups
@@ -104,7 +104,7 @@ class RankFolding:
     """
 
     def __init__(
-        self, world: int, run: Callable[[Sequence[int]], Mapping[int, RankRecord]], most: int
+        self, world: int, run: Callable[[Sequence[int]], Mapping[int, RecordedRank]], most: int
     ) -> None:
         self.run, self.most = run, most
         self.families = GroupFamilies(world)
@@ -137,7 +137,7 @@ class RankFolding:
                 return self._standing(classes, begins[inverse.reshape(-1)])
             self._run(todo)
 
-    def _run(self, ranks: Sequence[int]) -> Mapping[int, RankRecord]:
+    def _run(self, ranks: Sequence[int]) -> Mapping[int, RecordedRank]:
         records = self.run(ranks)
         for rank, record in records.items():
             if rank not in self.events:

@@ -7,27 +7,23 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from time import thread_time
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-import mcr_plus
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import MESSAGES, dtype_name
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.stacks import position_of, site_at
 from mcr_plus.core.streams import Streams
 from mcr_plus.core.work import Info, Work
 from mcr_plus.engine.hook import OperationHook
 from mcr_plus.engine.issue import Issue
-from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RankRecord
+from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RecordedRank
 from mcr_plus.simulate.values import fill
 
-_OURS: Final = tuple(
-    f"{Path(str(module.__file__)).parent}/" for module in (torch, mcr_plus)
-)  # frames of these are not the program's
 _KEPT: Final = 1 << 16  # bytes; larger values are data, which no control flow reads
 _PATIENT: Final = 2  # polls of the issuing thread before an operation that nobody waits for is done
 _OTHERS: Final = 1000  # the same by other threads, such as the one that completes torch's futures
@@ -44,7 +40,7 @@ class CallRecorder(OperationHook):
     """
 
     def __init__(self, rank: int, values: dict[Any, Any], enough: int) -> None:
-        self.record = RankRecord(rank)
+        self.record = RecordedRank(rank)
         self.known = values
         self.enough = enough
         self.on_step: Callable[[int], None] = lambda _: None
@@ -225,10 +221,8 @@ class RecordedWork(Work):
 
 def _site() -> str:
     """Return file and line of the program's innermost frame."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_OURS, "<frozen")) and "runpy" not in name:
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
+    position = position_of(sys._getframe(1))
+    if position is None:
+        return "?"
+    file, line, _ = site_at(position)
+    return f"{file.rpartition('/')[2]}:{line}"

@@ -12,7 +12,7 @@ GroupKey = tuple[tuple[int, ...], int]
 class IssuedCall(NamedTuple):
     """An operation that a rank issued.
 
-    `seconds`: computation since the previous event. `group`: index in `RankRecord.groups`. `root`, `peer`:
+    `seconds`: computation since the previous event. `group`: index in `RecordedRank.groups`. `root`, `peer`:
     group ranks; None if the kind has none. `match`: the number that pairs sends and receives. `library`:
     library, with its algorithm if one was chosen. `site`: file and line of the program. `nbytes` is None for
     sizes that may differ between ranks; then `own` are this rank's.
@@ -58,7 +58,7 @@ RecordedEvent = IssuedCall | AwaitedCall | EndedStep
 
 
 @dataclass
-class RankRecord:
+class RecordedRank:
     """What one rank did.
 
     Attributes:

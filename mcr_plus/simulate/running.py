@@ -26,7 +26,7 @@ from mcr_plus.errors import BackendError
 from mcr_plus.rendezvous.world import World
 from mcr_plus.simulate.memory import TensorPeak
 from mcr_plus.simulate.recorder import CallRecorder, EnoughSteps
-from mcr_plus.simulate.records import RankRecord
+from mcr_plus.simulate.records import RecordedRank
 from mcr_plus.simulate.world import SimulatedCluster
 
 MEASURED_FROM: Final = 2  # steps in which memory is measured, which takes time
@@ -53,7 +53,7 @@ class SimulatedProgram:
     jobs: int = 2
     timeout: float = 300.0
     values: dict[Any, Any] = field(default_factory=dict)
-    ran: dict[int, RankRecord] = field(default_factory=dict)
+    ran: dict[int, RecordedRank] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -96,7 +96,7 @@ class SimulatedProgram:
                     os.kill(process, signal.SIGKILL)
                     os.waitpid(process, 0)
 
-    def _keep(self, record: RankRecord) -> None:
+    def _keep(self, record: RecordedRank) -> None:
         """Keep what a rank has sent, and its record if it has not failed."""
         for channel, values in record.values.items():
             if channel[0] == record.rank or channel not in self.values:
@@ -107,7 +107,7 @@ class SimulatedProgram:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
 
-    def _read(self, rank: int, status: int, folder: Path) -> RankRecord:
+    def _read(self, rank: int, status: int, folder: Path) -> RecordedRank:
         """Return the record that a process has left."""
         path = folder / str(rank)
         output = (folder / f"{rank}.out").read_text(errors="replace")
@@ -115,7 +115,7 @@ class SimulatedProgram:
             code = os.waitstatus_to_exitcode(status)
             said = output.partition('  File "<frozen runpy>')[0][-4000:]  # then come frames that started it
             raise BackendError(f"rank {rank}: the program has ended with status {code}\n{said}")
-        record: RankRecord = pickle.loads(path.read_bytes())
+        record: RecordedRank = pickle.loads(path.read_bytes())
         path.unlink()
         record.output = output
         return record
@@ -144,7 +144,7 @@ class SimulatedProgram:
         finally:
             os._exit(code)
 
-    def _be(self, rank: int) -> RankRecord:
+    def _be(self, rank: int) -> RecordedRank:
         """Run the program as this rank, in a process of its own."""
         host = self.hosts[rank]
         local = sum(each == host for each in self.hosts[:rank])
@@ -184,7 +184,7 @@ class SimulatedProgram:
         return record
 
 
-def _failure(record: RankRecord) -> str:
+def _failure(record: RecordedRank) -> str:
     return f"rank {record.rank}: the program has failed\n{record.output[-2000:]}{record.failure}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcr_plus.core.kinds import plain_kind
+from mcr_plus.core.kinds import collective
 from mcr_plus.core.message import Message
 
 
@@ -16,22 +16,22 @@ def fill(message: Message, rank: int, known: torch.Tensor | None) -> None:
     send is zero, and a broadcast leaves this rank's values: parameters, which every rank initialises.
     """
     signature, outputs = message.signature, message.outputs
-    kind, size = plain_kind(signature.kind), signature.ranks
-    if not outputs or kind in ("send", "barrier"):
+    row, size = collective(signature.kind), signature.ranks
+    sends, receives = row.buffers(root=signature.root in (None, rank))
+    if not outputs or receives == "none":
         return
-    receives = kind == "recv" or (kind in ("broadcast", "scatter") and signature.root != rank)
-    if receives:
+    if sends == "none":
         (target,) = outputs
         if known is not None and known.nbytes == target.nbytes:
             target.view(-1).copy_(known.reshape(-1).view(target.dtype))
-        elif kind != "broadcast":
+        elif not row.in_place:
             target.zero_()
         return
     if not message.inputs:
         return
     parts = [each.reshape(-1) for each in message.inputs]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if kind in ("reduce_scatter", "scatter", "all_to_all"):  # this rank's block of the input
+    if sends == "each":  # this rank's block of the input
         counts = message.input_counts or (flat.numel() // size,) * size
         begin = sum(counts[:rank])
         flat = flat[begin : begin + counts[rank]]

@@ -13,7 +13,7 @@ import pytest
 from mcr_plus.simulate.checking import OrderProblem, problems
 from mcr_plus.simulate.cluster import FoldedJob
 from mcr_plus.simulate.folding import RankFolding
-from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RankRecord, RecordedEvent
+from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RecordedEvent, RecordedRank
 
 Groups = Sequence[tuple[int, ...]]
 
@@ -25,11 +25,11 @@ def call(kind: str, group: int, nbytes: int, line: int, **more: object) -> Issue
     return made._replace(**more)  # type: ignore[arg-type]
 
 
-def correct(draw: random.Random, ranks: int) -> dict[int, RankRecord]:
+def correct(draw: random.Random, ranks: int) -> dict[int, RecordedRank]:
     """Return a job in which all ranks follow one order of all operations, with late waits."""
     some = [draw.sample(range(ranks), draw.randrange(2, ranks + 1)) for _ in range(draw.randrange(1, 4))]
     groups = list(dict.fromkeys([tuple(range(ranks)), *(tuple(sorted(each)) for each in some)]))
-    records = {rank: RankRecord(rank) for rank in range(ranks)}
+    records = {rank: RecordedRank(rank) for rank in range(ranks)}
     own: dict[int, list[tuple[int, ...]]] = {}
     for rank, record in records.items():
         record.created = [(group, "train.py:1") for group in groups]
@@ -64,7 +64,7 @@ def correct(draw: random.Random, ranks: int) -> dict[int, RankRecord]:
     return records
 
 
-def broken(draw: random.Random, record: RankRecord) -> RankRecord:
+def broken(draw: random.Random, record: RecordedRank) -> RecordedRank:
     """Return a rank's record with one operation swapped with another, dropped, doubled or changed."""
     units: list[list[RecordedEvent]] = []  # operations, each with the waits that follow it
     number = -1
@@ -108,7 +108,7 @@ def broken(draw: random.Random, record: RankRecord) -> RankRecord:
     return replace(record, events=[*events, EndedStep(0.001)])
 
 
-def is_faulty(records: Mapping[int, RankRecord]) -> bool:
+def is_faulty(records: Mapping[int, RecordedRank]) -> bool:
     """Run all ranks by turns; whether operations that meet differ, some never meet, or ranks wait forever."""
     arrived: dict[tuple[object, ...], dict[int, deque[tuple[object, ...]]]] = {}
     members: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -151,7 +151,7 @@ def is_faulty(records: Mapping[int, RankRecord]) -> bool:
     return left or any(at[rank] < len(record.events) for rank, record in records.items())
 
 
-def checked(records: Mapping[int, RankRecord]) -> list[OrderProblem]:
+def checked(records: Mapping[int, RecordedRank]) -> list[OrderProblem]:
     folding = RankFolding(len(records), lambda _: records, len(records))
     return problems(FoldedJob(records, folding.fold(), folding))
 
@@ -190,7 +190,7 @@ def test_faults_are_named_with_their_rank_and_line(first: int) -> None:
 
 
 def test_the_circle_has_each_rank_and_its_operation() -> None:
-    records = {rank: RankRecord(rank) for rank in range(3)}
+    records = {rank: RecordedRank(rank) for rank in range(3)}
     for rank, record in records.items():
         record.groups = [((0, 1, 2), 0)]
         record.created = [((0, 1, 2), "train.py:1")]
@@ -204,7 +204,7 @@ def test_the_circle_has_each_rank_and_its_operation() -> None:
 
 
 def test_groups_that_ranks_make_differently_are_named() -> None:
-    records = {rank: RankRecord(rank) for rank in range(4)}
+    records = {rank: RecordedRank(rank) for rank in range(4)}
     for rank, record in records.items():
         record.groups = [((0, 1, 2, 3), 0)]
         record.created = [((0, 1, 2, 3), "a.py:1"), ((0, 1) if rank < 3 else (0, 2), "a.py:2")]
@@ -214,9 +214,9 @@ def test_groups_that_ranks_make_differently_are_named() -> None:
     assert "the group (0, 1) at a.py:2, rank 3 the group (0, 2) at a.py:2" in found[0].text
 
 
-def pipeline(rank: int, tensor: int, stages: int, world: int, odd: int | None = None) -> RankRecord:
+def pipeline(rank: int, tensor: int, stages: int, world: int, odd: int | None = None) -> RecordedRank:
     """Return a rank of tensor-parallel groups in stages, of which one rank does something else."""
-    record = RankRecord(rank)
+    record = RecordedRank(rank)
     copies = world // tensor // stages
     of_tensor = [tuple(range(first, first + tensor)) for first in range(0, world, tensor)]
     depth = world // stages
@@ -242,9 +242,9 @@ def pipeline(rank: int, tensor: int, stages: int, world: int, odd: int | None = 
 
 
 def test_few_ranks_of_a_large_job_stand_for_all() -> None:
-    world, ran = 512, dict[int, RankRecord]()
+    world, ran = 512, dict[int, RecordedRank]()
 
-    def run(ranks: Sequence[int]) -> Mapping[int, RankRecord]:
+    def run(ranks: Sequence[int]) -> Mapping[int, RecordedRank]:
         ran.update({rank: pipeline(rank, 4, 8, world) for rank in ranks if rank not in ran})
         return ran
 
@@ -260,9 +260,9 @@ def test_few_ranks_of_a_large_job_stand_for_all() -> None:
 
 def test_a_fold_that_is_wrong_is_found_by_the_check_if_operations_do_not_meet() -> None:
     """Rank 12 is in the middle of its groups and does not run; its neighbour 15 is the last of its own."""
-    world, ran = 64, dict[int, RankRecord]()
+    world, ran = 64, dict[int, RecordedRank]()
 
-    def run(ranks: Sequence[int]) -> Mapping[int, RankRecord]:
+    def run(ranks: Sequence[int]) -> Mapping[int, RecordedRank]:
         ran.update({rank: pipeline(rank, 4, 4, world, odd=3) for rank in ranks if rank not in ran})
         return ran
 

@@ -93,7 +93,7 @@ def _document(found: ForetoldJob) -> dict[str, Any]:
         "grounds": found.grounds,
         "roles": [
             {
-                "rank": each.rank, "ranks": list(each.ranks), "ran": list(each.ran),
+                "ranks": list(each.ranks), "ran": list(each.ran),
                 "operations": each.operations, "peak_bytes": each.peak, "resident_bytes": each.resident,
             }
             for each in found.roles

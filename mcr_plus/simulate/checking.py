@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mcr_plus.bucketing.events import ISSUE
+from mcr_plus.bucketing.programs import ProgramOperation
 from mcr_plus.bucketing.simulation_result import SimulationResult
 from mcr_plus.errors import short
-from mcr_plus.simulate.cluster import FoldedJob, FoldedSimulation, FreeCosts, QueueSlot, RankRole
-from mcr_plus.simulate.records import IssuedCall
+from mcr_plus.simulate.cluster import FoldedJob, FoldedSimulation
 
 _SHOWN: Final = 6  # ranks of a circle in a text
 
@@ -26,7 +26,8 @@ class OrderProblem(NamedTuple):
 
 def problems(job: FoldedJob) -> list[OrderProblem]:
     """Return the operations that do not fit together, or else the ranks that wait forever."""
-    return [*_groups(job), *_collectives(job), *_messages(job)] or list(_stuck(job))
+    simulation = job.whole()
+    return [*_groups(job), *_operations(simulation)] or list(_stuck(simulation))
 
 
 def _groups(job: FoldedJob) -> Iterator[OrderProblem]:
@@ -47,101 +48,43 @@ def _groups(job: FoldedJob) -> Iterator[OrderProblem]:
                 break
 
 
-def _collectives(job: FoldedJob) -> Iterator[OrderProblem]:
-    """Yield groups whose members issue different collectives; once for each set of roles."""
-    by_role = [_by_group(role) for role in job.roles]
-    for family, number in sorted({key for calls in by_role for key in calls}):
-        table = job.families.all[family].table
-        _, first = np.unique(job.of_rank[table], axis=0, return_index=True)
-        for group in first.tolist():
-            ranks = table[group].tolist()
-            one = by_role[job.of_rank[ranks[0]]].get((family, number), [])
-            seen = {int(job.of_rank[ranks[0]])}
-            for rank in ranks[1:]:
-                role = int(job.of_rank[rank])
-                if role in seen:
-                    continue
-                seen.add(role)
-                other = by_role[role].get((family, number), [])
-                place = _difference(one, other)
-                if place is not None:
-                    texts = [
-                        each[place].words if place < len(each) else "nothing more" for each in (one, other)
-                    ]
-                    yield OrderProblem(
-                        f"operation {place} of the group {short(tuple(ranks))}: {texts[0]} on rank "
-                        f"{ranks[0]}, {texts[1]} on rank {rank}; expected the same",
-                        (ranks[0], rank),
-                    )
-
-
-def _by_group(role: RankRole) -> dict[tuple[int, int], list[IssuedCall]]:
-    """Return the collectives of a role by family and number, in order, whatever their library."""
-    found: dict[tuple[int, int], list[IssuedCall]] = {}
-    calls = (each for each in role.record.events if isinstance(each, IssuedCall))
-    for call, at in zip(calls, role.of_call, strict=True):
-        if at is not None and role.slots[at[0]].distance is None:
-            slot = role.slots[at[0]]
-            found.setdefault((slot.family, slot.number), []).append(call)
-    return found
-
-
-def _difference(one: list[IssuedCall], other: list[IssuedCall]) -> int | None:
-    """Return the first place in which two sequences of a group differ."""
-    for place in range(max(len(one), len(other))):
-        if place >= min(len(one), len(other)) or _facts(one[place]) != _facts(other[place]):
-            return place
-    return None
-
-
-def _facts(call: IssuedCall) -> tuple[object, ...]:
-    return call.kind, call.nbytes, call.dtype, call.op, call.root, call.library
-
-
-def _messages(job: FoldedJob) -> Iterator[OrderProblem]:
-    """Yield sends without their receives, receives without their sends, and those of other sizes."""
-    seen: set[tuple[object, ...]] = set()
-    for number, role in enumerate(job.roles):
-        ranks = np.flatnonzero(job.of_rank == number)
-        for slot, calls in zip(role.slots, role.calls, strict=True):
-            if slot.distance is None:
+def _operations(job: FoldedSimulation) -> Iterator[OrderProblem]:
+    """Yield queues whose ranks issue different operations; one for each set of roles."""
+    order = np.argsort(job.queue, kind="stable")
+    begins = np.flatnonzero(np.diff(job.queue[order], prepend=-1))
+    known: set[tuple[int, ...]] = set()
+    for rows in np.split(order, begins[1:]) if len(order) else ():
+        group = job.groups[int(job.queue[rows[0]])]
+        if len(rows) == len(group):
+            alike = tuple(sorted({*job.operations[rows].tolist()}))
+            if len(alike) == 1 or alike in known:
                 continue
-            size = job.families.all[slot.family].size
-            back = slot._replace(sends=not slot.sends, distance=-slot.distance % size)
-            ends = job.queue_of(role, slot, ranks)[:, 1 if slot.sends else 0]
-            _, first = np.unique(job.of_rank[ends], return_index=True)
-            for rank, peer in zip(ranks[first].tolist(), ends[first].tolist(), strict=True):
-                other = int(job.of_rank[peer])
-                key = frozenset({(number, slot), (other, back)})
-                if (key,) not in seen:
-                    seen.add((key,))
-                    yield from _paired(slot, (rank, calls), (peer, _at(job.roles[other], back)))
+            known.add(alike)
+        issued = {int(job.rank[row]): job.lists[job.operations[row]] for row in rows[::-1]}
+        first = next(iter(issued))
+        for rank in group:
+            place = _difference(issued[first], issued.get(rank, []))
+            if place is not None:
+                texts = [
+                    f"{each[place].name if place < len(each) else 'nothing'} on rank {at}"
+                    for at in (first, rank)
+                    for each in [issued.get(at, [])]
+                ]
+                what = "message" if issued[first][0].kind == "send" else "operation"
+                yield OrderProblem(
+                    f"{what} {place} of the ranks {short(tuple(group))}: {', '.join(texts)}", (first, rank)
+                )
+                break
 
 
-def _at(role: RankRole, slot: QueueSlot) -> list[IssuedCall]:
-    return role.calls[role.slots.index(slot)] if slot in role.slots else []
+def _difference(one: list[ProgramOperation], other: list[ProgramOperation]) -> int | None:
+    """Return the first place in which two sequences differ."""
+    pairs = zip_longest(one, other)
+    return next((at for at, (a, b) in enumerate(pairs) if a is None or b is None or a[1:] != b[1:]), None)
 
 
-def _paired(
-    slot: QueueSlot, one: tuple[int, list[IssuedCall]], other: tuple[int, list[IssuedCall]]
-) -> Iterator[OrderProblem]:
-    (sender, sent), (receiver, received) = (one, other) if slot.sends else (other, one)
-    for place in range(max(len(sent), len(received))):
-        a = sent[place] if place < len(sent) else None
-        b = received[place] if place < len(received) else None
-        if a is None or b is None or (a.own, a.dtype) != (b.own, b.dtype):
-            texts = "no send" if a is None else a.words, "no recv" if b is None else b.words
-            yield OrderProblem(
-                f"message {place} from rank {sender} to rank {receiver}: {texts[0]} on rank {sender}, "
-                f"{texts[1]} on rank {receiver}",
-                (sender, receiver),
-            )
-            return
-
-
-def _stuck(job: FoldedJob) -> Iterator[OrderProblem]:
+def _stuck(simulation: FoldedSimulation) -> Iterator[OrderProblem]:
     """Yield one problem: a circle of ranks that wait for each other forever."""
-    simulation = job.simulation(FreeCosts(job.world), job.whole())
     found = StuckRanks(simulation, simulation.run())
     if circle := found.circle():
         texts = [found.words(at) for at in circle[:_SHOWN]]

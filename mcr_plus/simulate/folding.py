@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.simulate.records import AwaitedCall, IssuedCall, RecordedRank
 
 Ints = NDArray[np.int64]
@@ -76,8 +77,31 @@ class GroupFamilies:
         return self.of[ranks]
 
 
+class QueueSlot(NamedTuple):
+    """A queue as seen by a rank: a family's group of this rank, or messages to or from a member of it.
+
+    `number`: among groups of the same ranks. `distance`: places from this rank to the peer; None for
+    collectives.
+    """
+
+    family: int
+    number: int
+    library: str
+    match: int = 0
+    distance: int | None = None
+    sends: bool = False
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What is the same on all ranks of the queue; the family and the library are among it."""
+        return *self[:4], self.distance is None
+
+
 def relative(record: RecordedRank, families: GroupFamilies) -> tuple[Any, ...]:
-    """Return the events of a rank without times and places, and with peers as distances."""
+    """Return the events of a rank without times and places in the program, and with peers as distances.
+
+    Of an operation, the slot comes first; None for a receive from any rank. Waits are numbers.
+    """
     groups = [
         (families.add(ranks), number, ranks.index(record.rank), len(ranks)) for ranks, number in record.groups
     ]
@@ -85,15 +109,16 @@ def relative(record: RecordedRank, families: GroupFamilies) -> tuple[Any, ...]:
     for event in record.events:
         if isinstance(event, IssuedCall):
             family, number, place, size = groups[event.group]
-            distance = None if event.peer is None else (event.peer - place) % size
-            found.append(
-                (
-                    event.kind, event.nbytes, event.dtype, event.op, event.root, distance, event.match,
-                    event.tag, event.library, family, number,
-                )
-            )  # fmt: skip
+            slot: QueueSlot | None
+            slot = base = QueueSlot(family, number, event.library, event.match)
+            if event.kind in MESSAGES:
+                distance = None if event.peer is None else (event.peer - place) % size
+                sends = event.kind == "send"
+                slot = None if distance is None else base._replace(distance=distance, sends=sends)
+            facts = event.kind, event.nbytes, event.dtype, event.op, event.root, event.tag
+            found.append((slot, *facts))
         else:
-            found.append(event.call if isinstance(event, AwaitedCall) else "step")
+            found.append(event.call if isinstance(event, AwaitedCall) else -1)
     return tuple(found)
 
 

@@ -23,13 +23,12 @@ _AT_ONCE: Final = 8  # ranks of a problem that are run to prove it
 
 @dataclass(frozen=True)
 class SimulatedRole:
-    """Ranks that one rank stands for.
+    """Ranks that do the same.
 
-    `ran`: the ranks of the role that have run. `peak`: bytes of its tensors; `resident`: growth of its
+    `ran`: those that have run. `peak`: bytes of its tensors; `resident`: growth of its
     process; both the largest of those that have run.
     """
 
-    rank: int
     ranks: tuple[int, ...]
     ran: tuple[int, ...]
     operations: int
@@ -101,7 +100,7 @@ def foretell(
     notes = [*_notes(program, unproven)]
     if not found:
         try:
-            simulation = job.simulation(costs, job.step(MEASURED_FROM, scale))
+            simulation = job.step(costs, MEASURED_FROM, scale)
             result = simulation.run()
             timeline, links = result.timeline(), _links(simulation, result)
         except Unsupported as error:  # what was checked is worth knowing without the time
@@ -118,15 +117,13 @@ def foretell(
 
 
 def _roles(job: FoldedJob) -> Iterator[SimulatedRole]:
-    for number, (role, ran) in enumerate(zip(job.roles, job.ran, strict=True)):
+    for number, ran in enumerate(job.ran):
         records = [job.records[rank] for rank in ran]
-        peaks = [each.peak for each in records if each.peak is not None]
         yield SimulatedRole(
-            role.rank,
             tuple(np.flatnonzero(job.of_rank == number).tolist()),
             tuple(ran),
-            len(role.of_call),
-            max(peaks, default=None),
+            sum(isinstance(each, IssuedCall) for each in records[0].events),
+            max((each.peak for each in records if each.peak is not None), default=None),
             max(each.resident for each in records),
         )
 

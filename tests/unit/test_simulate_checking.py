@@ -200,7 +200,7 @@ def test_the_circle_has_each_rank_and_its_operation() -> None:
         ]  # fmt: skip
     (found,) = checked(records)
     assert sorted(found.ranks) == [0, 1, 2] or len(found.ranks) == 1  # equal ranks are simulated once
-    assert "send 8 B at train.py:5 of (0, 1)" in found.text
+    assert "send of 8 B float32 at train.py:5 of (0, 1)" in found.text
 
 
 def test_groups_that_ranks_make_differently_are_named() -> None:

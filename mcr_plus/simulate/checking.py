@@ -60,7 +60,7 @@ def _operations(job: FoldedSimulation) -> Iterator[OrderProblem]:
             if len(alike) == 1 or alike in known:
                 continue
             known.add(alike)
-        issued = {int(job.rank[row]): job.lists[job.operations[row]] for row in rows[::-1]}
+        issued = {int(job.rank[row]): job.lists[job.operations[row]] for row in rows}
         first = next(iter(issued))
         for rank in group:
             place = _difference(issued[first], issued.get(rank, []))

@@ -152,14 +152,14 @@ class RankFolding:
         while True:
             self._split()
             classes = self._classes(self.levels)
-            _, begins, inverse = np.unique(classes, return_index=True, return_inverse=True)
+            begins = np.unique(classes, return_index=True)[1]
             ran = {int(classes[rank]) for rank in self.events}
             ends = self.world - 1 - np.unique(classes[::-1], return_index=True)[1]
             todo = [rank for rank in begins.tolist() if int(classes[rank]) not in ran]
             todo += [rank for rank in ends.tolist() if rank not in self.events and rank not in todo]
             todo = todo[: max(self.most - len(self.events), 0)]
             if not todo:
-                return self._standing(classes, begins[inverse.reshape(-1)])
+                return self._standing(classes)
             self._run(todo)
 
     def _run(self, ranks: Sequence[int]) -> Mapping[int, RecordedRank]:
@@ -214,21 +214,10 @@ class RankFolding:
                 return one, other
         return None
 
-    def _standing(self, classes: Ints, begins: Ints) -> Ints:
-        """Return the rank that stands for each rank: one that has run, of its class or of the nearest."""
+    def _standing(self, classes: Ints) -> Ints:
+        """Return the rank that stands for each rank: one of its class that has run, or else the nearest."""
         ran = np.array(sorted(self.events), np.int64)
-        stands: dict[int, int] = {}
-        for rank in ran.tolist()[::-1]:
-            stands[int(classes[rank])] = rank
-        for begin in np.unique(begins).tolist():
-            if int(classes[begin]) not in stands:  # too many classes: as the nearest rank at lower levels
-                for level in range(_LEVELS - 1, -1, -1):
-                    lower = self._classes([min(each, level) for each in self.levels])
-                    alike = ran[lower[ran] == lower[begin]]
-                    if len(alike) or level == 0:
-                        near = alike if len(alike) else ran
-                        stands[int(classes[begin])] = int(near[np.argmin(np.abs(near - begin))])
-                        break
-        found = np.array([stands[int(each)] for each in range(int(classes.max()) + 1)], np.int64)[classes]
-        found[ran] = ran
-        return found
+        found = ran[np.abs(ran[None, :] - np.arange(self.world)[:, None]).argmin(axis=1)]
+        of_class = np.full(int(classes.max()) + 1, -1, np.int64)
+        of_class[classes[ran[::-1]]] = ran[::-1]
+        return np.where(of_class[classes] >= 0, of_class[classes], found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from time import thread_time
 from typing import Any, Final
@@ -17,8 +18,7 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import MESSAGES, dtype_name
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.stacks import position_of, site_at
-from mcr_plus.core.streams import Streams
-from mcr_plus.core.work import Info, Work
+from mcr_plus.core.work import JointWork, Work
 from mcr_plus.engine.hook import OperationHook
 from mcr_plus.engine.issue import Issue
 from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RecordedRank
@@ -60,10 +60,11 @@ class CallRecorder(OperationHook):
         self.record.created.append((ranks, _site()))
 
     def opened(self, name: str, ranks: tuple[int, ...]) -> None:
-        """Note a group in which this rank may issue operations."""
-        self._groups[name] = len(self.record.groups)
-        self.record.groups.append((ranks, self._numbers[ranks]))
-        self._numbers[ranks] += 1
+        """Note a group in which this rank may issue operations; each of its libraries calls this."""
+        if name not in self._groups:
+            self._groups[name] = len(self.record.groups)
+            self.record.groups.append((ranks, self._numbers[ranks]))
+            self._numbers[ranks] += 1
 
     # -- operations -------------------------------------------------------------------------------
 
@@ -131,21 +132,24 @@ class CallRecorder(OperationHook):
         """See `OperationHook`."""
 
         def start(message: Message) -> Work:
-            outer, self._calls = self._calls, []
-            try:
-                return RecordedWork(issue.start(message), self, self._calls)
-            finally:
-                self._calls = outer
+            with self.within([]) as calls:
+                return RecordedWork(issue.start(message), self, calls)
 
         def run(message: Message) -> None:
-            outer, self._calls = self._calls, []
-            try:
+            with self.within([]) as calls:
                 issue.run(message)
-                self.waited(self._calls)
-            finally:
-                self._calls = outer
+                self.waited(calls)
 
         return Issue(start, run)
+
+    @contextmanager
+    def within(self, calls: list[int]) -> Iterator[list[int]]:
+        """Add the operations that are issued in the block to `calls`, those of one call of the program."""
+        outer, self._calls = self._calls, calls
+        try:
+            yield calls
+        finally:
+            self._calls = outer
 
     def waited(self, calls: list[int]) -> None:
         """Record a wait for operations."""
@@ -153,14 +157,6 @@ class CallRecorder(OperationHook):
             self.record.events.append(AwaitedCall(self.spent(), call))
             self.resume()
         calls.clear()
-
-    def finishing(self, work: Work, calls: list[int]) -> None:
-        """Complete a call, whose later operations belong to it."""
-        outer, self._calls = self._calls, calls
-        try:
-            work.wait()
-        finally:
-            self._calls = outer
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -177,18 +173,18 @@ class CallRecorder(OperationHook):
         self.resume()
 
 
-class RecordedWork(Work):
+class RecordedWork(JointWork):
     """Handle of a program's call, which is not done before the program waits or polls several times."""
 
-    __slots__ = ("_calls", "_polls", "_recorder", "_thread", "_waited", "_work")
-
     def __init__(self, work: Work, recorder: CallRecorder, calls: list[int]) -> None:
-        self._work, self._recorder, self._calls = work, recorder, calls
+        super().__init__([work], work.info.kind, nbytes=work.info.bytes)
+        self._recorder, self._calls = recorder, calls
         self._polls, self._waited, self._thread = 0, False, threading.get_ident()
 
-    def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: ARG002, D102
+    def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         self._waited = True
-        self._recorder.finishing(self._work, self._calls)
+        with self._recorder.within(self._calls):
+            super().wait(timeout)
         self._recorder.waited(self._calls)
 
     def is_completed(self) -> bool:  # noqa: D102
@@ -199,24 +195,6 @@ class RecordedWork(Work):
         return self._waited
 
     probe = is_completed
-
-    @property
-    def streams(self) -> Streams | None:  # noqa: D102
-        return self._work.streams
-
-    def exception(self) -> BaseException | None:  # noqa: D102
-        return self._work.exception()
-
-    def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
-        self._work.then(function)
-        return self
-
-    @property
-    def info(self) -> Info:  # noqa: D102
-        return self._work.info
-
-    def source_rank(self) -> int | None:  # noqa: D102
-        return self._work.source_rank()
 
 
 def _site() -> str:

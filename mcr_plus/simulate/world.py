@@ -83,6 +83,8 @@ class SimulatedBackend(Backend):
 class SimulatedRuntime(Runtime):
     """Runtime whose other ranks answer like this one."""
 
+    recorder: CallRecorder
+
     def agree(  # noqa: D102
         self,
         communicator: Communicator,
@@ -98,13 +100,8 @@ class SimulatedRuntime(Runtime):
         self, name: str, ranks: tuple[int, ...], config: Config | None = None, *, checked: bool = False
     ) -> Communicator:
         if not name.startswith("torch/"):
-            _recorder_of(self).created(ranks)
+            self.recorder.created(ranks)
         return super().open_group(name, ranks, config, checked=checked)
-
-
-def _recorder_of(runtime: Runtime) -> CallRecorder:
-    backend: Any = next(iter(runtime.libraries.backends.values()))
-    return backend.recorder  # type: ignore[no-any-return]
 
 
 class SimulatedCluster:
@@ -146,6 +143,7 @@ class SimulatedCluster:
         of_host = [name for name in names if name not in ("local", "nccl")] or list(names)
         usable = [name for name in of_host if not backend_class(name).unavailable_in(world)] or of_host
         classes = {name: self._class(name) for name in usable}
+        SimulatedRuntime.recorder = self.recorder  # its first group opens in the constructor
         runtime = SimulatedRuntime(
             loaded, world, {**classes, "local": backend_class("local")}, loaded, timeout, native=native
         )
@@ -171,14 +169,12 @@ class SimulatedCluster:
 
     # -- torch --------------------------------------------------------------------------------------
 
-    def _rendezvous(self, url: str, rank: int = -1, world_size: int = -1, **_: object) -> Iterator[Any]:  # noqa: ARG002
-        for mine, theirs, what in (
-            (self.world.rank, rank, "rank"),
-            (self.world.size, world_size, "world_size"),
-        ):
-            if theirs not in (-1, mine):
-                raise Unsupported(f"init_process_group: {what}={theirs}; the simulated job has {mine}")
-        yield HashStore(), self.world.rank, self.world.size
+    def _rendezvous(self, _url: str, rank: int = -1, world_size: int = -1, **_: object) -> Iterator[Any]:
+        mine, theirs = (self.world.rank, self.world.size), (rank, world_size)
+        for what, own, given in zip(("rank", "world_size"), mine, theirs, strict=True):
+            if given not in (-1, own):
+                raise Unsupported(f"init_process_group: {what}={given}; the simulated job has {own}")
+        yield HashStore(), *mine
 
     def _new_process_group(
         self,
@@ -204,26 +200,17 @@ class SimulatedCluster:
         return made, prefix
 
     def _communicator_of(
-        self,
-        store: Any,  # noqa: ARG002
-        rank: int,
-        size: int,
-        timeout: Any,  # noqa: ARG002
-        ranks: Sequence[int],
-        name: str,
-        options: Mapping[str, Any] | None,
+        self, _store: Any, _rank: int, size: int, _timeout: Any, ranks: Sequence[int], name: str, options: Any
     ) -> Communicator:
         if (prepared := torch_job.prepared) is not None:
             torch_job.prepared = None
             return prepared
-        running = job.runtime
-        if running is None or running.closed:
-            plain = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {}}]}
-            loaded = configuration.load(options if self.libraries is None else plain)
-            running = self._begin(loaded, self.world, None, native=False)
-            torch_job.enter(running, tuple(ranks) or tuple(range(size)), joined=True)
-            torch_job.use(running.communicator)
-            return running.communicator
-        del rank
-        members = tuple(ranks) or tuple(range(size))
-        return torch_job.open(running, members, name, running.loaded)
+        running, members = job.runtime, tuple(ranks) or tuple(range(size))
+        if running is not None and not running.closed:
+            return torch_job.open(running, members, name, running.loaded)
+        plain = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {}}]}
+        loaded = configuration.load(options if self.libraries is None else plain)
+        running = self._begin(loaded, self.world, None, native=False)
+        torch_job.enter(running, members, joined=True)
+        torch_job.use(running.communicator)
+        return running.communicator

@@ -182,7 +182,7 @@ sizes = (4, 8) if dist.get_rank() != 2 else (8, 4)
 for size in sizes:
     dist.all_reduce(torch.ones(size))
 """,
-        ["operation 0 of the group (0, 1, 2)", "on rank 0", "on rank 2", "train.py:6"],
+        ["operation 0 of the ranks (0, 1, 2)", "on rank 0", "on rank 2", "train.py:6"],
     ),
     "order of two groups": (
         """
@@ -201,7 +201,7 @@ if dist.get_rank() == 0:
     dist.isend(torch.ones(4), 2)
 dist.barrier()
 """,
-        ["message 0 from rank 0 to rank 2", "no recv on rank 2", "train.py:5"],
+        ["message 0 of the ranks (0, 2): send of 16 B", "on rank 0, nothing on rank 2", "train.py:5"],
     ),
     "groups": (
         """

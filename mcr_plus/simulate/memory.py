@@ -33,17 +33,20 @@ class TensorPeak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and count its results."""
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a DTensor: then come the operators on its parts
         result = func(*args, **(kwargs or {}))
         for each in tree_iter(result):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
-                if storage not in self._known:
-                    size = storage.nbytes()
-                    self._known[storage] = size
-                    weakref.finalize(storage, self._free, size)
-                    self.bytes += size
-                    self.peak = max(self.peak, self.bytes)
+            if isinstance(each, torch.Tensor) and each.layout == torch.strided:
+                self._count(each.untyped_storage())
         return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._known:
+            self._known[storage] = size = storage.nbytes()
+            weakref.finalize(storage, self._free, size)
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
 
     def _free(self, size: int) -> None:
         self.bytes -= size

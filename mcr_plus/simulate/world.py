@@ -96,12 +96,9 @@ class SimulatedRuntime(Runtime):
             raise Unsupported("split: the colours of other ranks are not known; expected mcr.new_group")
         return [value] * communicator.size
 
-    def open_group(  # noqa: D102
-        self, name: str, ranks: tuple[int, ...], config: Config | None = None, *, checked: bool = False
-    ) -> Communicator:
-        if not name.startswith("torch/"):
-            self.recorder.created(ranks)
-        return super().open_group(name, ranks, config, checked=checked)
+    def new_group(self, ranks: Sequence[int]) -> Communicator:  # noqa: D102
+        self.recorder.created(tuple(ranks))
+        return super().new_group(ranks)
 
 
 class SimulatedCluster:
@@ -143,12 +140,14 @@ class SimulatedCluster:
         of_host = [name for name in names if name not in ("local", "nccl")] or list(names)
         usable = [name for name in of_host if not backend_class(name).unavailable_in(world)] or of_host
         classes = {name: self._class(name) for name in usable}
-        SimulatedRuntime.recorder = self.recorder  # its first group opens in the constructor
+        SimulatedRuntime.recorder = self.recorder
         runtime = SimulatedRuntime(
             loaded, world, {**classes, "local": backend_class("local")}, loaded, timeout, native=native
         )
         runtime.add_hook(self.recorder)
         job.begin(runtime)
+        if native:
+            self.recorder.created(runtime.communicator.ranks)
         self.recorder.resume()
         return runtime
 

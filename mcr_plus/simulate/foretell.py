@@ -25,8 +25,8 @@ _AT_ONCE: Final = 8  # ranks of a problem that are run to prove it
 class SimulatedRole:
     """Ranks that do the same.
 
-    `ran`: those that have run. `peak`: bytes of its tensors; `resident`: growth of its
-    process; both the largest of those that have run.
+    `ran`: those that have run. `peak`: bytes of tensors; `resident`: growth of the process; both the largest
+    of those that have run.
     """
 
     ranks: tuple[int, ...]
@@ -41,8 +41,8 @@ class ForetoldJob:
     """What `foretell` found.
 
     `problems`: operations that do not fit together. `timeline`: None if there are any, or if the cost of an
-    operation is unknown. `links`: seconds in which the
-    slowest rank's operations use each class of links. `grounds`: on what grounds ranks were folded.
+    operation is unknown. `links`: seconds in which the operations of the busiest rank use each class of
+    links. `grounds`: on what grounds ranks were folded.
     """
 
     ranks: int
@@ -105,15 +105,8 @@ def foretell(
             timeline, links = result.timeline(), _links(simulation, result)
         except Unsupported as error:  # what was checked is worth knowing without the time
             notes.append(f"no time: {error}")
-    return ForetoldJob(
-        world,
-        roles,
-        tuple(found),
-        timeline,
-        links,
-        _grounds(folding, program),
-        tuple(notes),
-    )
+    grounds = _grounds(folding, program)
+    return ForetoldJob(world, roles, tuple(found), timeline, links, grounds, tuple(notes))
 
 
 def _roles(job: FoldedJob) -> Iterator[SimulatedRole]:
@@ -144,7 +137,7 @@ def _links(simulation: Any, result: SimulationResult) -> dict[str, float]:
 def _grounds(folding: RankFolding, program: SimulatedProgram) -> str:
     if len(program.ran) == program.size:
         return "all ranks have run"
-    words = ("membership", "first and last member", "first, last, odd and even member", "each member")
+    words = ("", "first and last member", "first, last, odd and even member", "each member")
     split = [
         f"{words[level]} of {'all ranks' if family.size == program.size else f'the groups of {family.size}'}"
         for family, level in zip(folding.families.all, folding.levels, strict=True)

@@ -137,8 +137,9 @@ class SimulatedCluster:
             hook.prepare(loaded, world)
         use_algorithms(loaded)
         names = self.libraries or loaded.backends or preferred_backends()
-        of_host = [name for name in names if name not in ("local", "nccl")] or list(names)
-        usable = [name for name in of_host if not backend_class(name).unavailable_in(world)] or of_host
+        # Shared memory ends at a host; NCCL's operations would be on a stream.
+        other = {"local", "nccl", *(["msccl"] if len({*world.hosts}) > 1 else [])}
+        usable = [name for name in names if name not in other] or names
         classes = {name: self._class(name) for name in usable}
         SimulatedRuntime.recorder = self.recorder
         runtime = SimulatedRuntime(

@@ -81,7 +81,7 @@ def broken(draw: random.Random, record: RecordedRank) -> RecordedRank:
         draw.randrange(len(units)),
     )
     order = list(range(len(units)))
-    issued = [unit[0] for unit in units]
+    issued = [unit[0] for unit in units if isinstance(unit[0], IssuedCall)]
     if way == "swap" and len(units) > 1:
         other = draw.choice([each for each in order if each != at])
         order[at], order[other] = order[other], order[at]
@@ -90,10 +90,10 @@ def broken(draw: random.Random, record: RecordedRank) -> RecordedRank:
     elif way == "double":
         order.insert(at, at)
     elif way == "size":
-        issued[at] = issued[at]._replace(nbytes=issued[at].nbytes + 4, own=issued[at].own + 4)  # type: ignore[union-attr, operator]
-    elif issued[at].kind in ("all_reduce", "all_gather"):  # type: ignore[union-attr]
+        issued[at] = issued[at]._replace(nbytes=issued[at].own + 4, own=issued[at].own + 4)
+    elif issued[at].kind in ("all_reduce", "all_gather"):
         changed = {"all_reduce": "all_gather", "all_gather": "all_reduce"}
-        issued[at] = issued[at]._replace(kind=changed[issued[at].kind])  # type: ignore[union-attr, call-arg]
+        issued[at] = issued[at]._replace(kind=changed[issued[at].kind])
     # Waits follow the operation that they followed; each is for the first copy of its operation.
     events: list[RecordedEvent] = []
     new: dict[int, int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from mcr_plus.core.kinds import KINDS, collective
 from mcr_plus.core.message import Message, Signature
@@ -19,21 +20,22 @@ def signature(kind: str, **more: object) -> Signature:
     return made.replace(**more)
 
 
-def expected(kind: str, own: np.ndarray, rank: int, op: str) -> np.ndarray:
+def expected(kind: str, own: NDArray[np.float32], rank: int, op: str) -> NDArray[np.float32]:
     """Return the output of a rank if all ranks pass `own`."""
     everyone = np.stack([own] * RANKS)
     reduced = everyone.sum(0) if op == "SUM" else everyone.mean(0)
     blocks = everyone.reshape(RANKS, RANKS, -1)
-    return {
-        "all_reduce": lambda: reduced,
-        "reduce": lambda: reduced,
-        "broadcast": lambda: own,
-        "all_gather": lambda: everyone.reshape(-1),
-        "gather": lambda: everyone.reshape(-1),
-        "reduce_scatter": lambda: reduced.reshape(RANKS, -1)[rank],
-        "all_to_all": lambda: blocks[:, rank].reshape(-1),
-        "scatter": lambda: own.reshape(RANKS, -1)[rank],
-    }[kind]()
+    values: dict[str, NDArray[np.float32]] = {
+        "all_reduce": reduced,
+        "reduce": reduced,
+        "broadcast": own,
+        "all_gather": everyone.reshape(-1),
+        "gather": everyone.reshape(-1),
+        "reduce_scatter": reduced.reshape(RANKS, -1)[rank],
+        "all_to_all": blocks[:, rank].reshape(-1),
+        "scatter": own.reshape(RANKS, -1)[rank],
+    }
+    return values[kind]
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])

@@ -130,7 +130,8 @@ def _print(found: ForetoldJob) -> None:
         busy = [f"{link} {1e3 * seconds:.2f} ms" for link, seconds in found.links.items()]
         typer.echo(f"links in use, of the busiest rank: {', '.join(busy) or 'none'}")
         waits = sorted(timeline.exposed.items(), key=lambda pair: -pair[1])[:8]
-        print_table("exposed", ("operation", "ms"), [(name, f"{1e3 * each:.2f}") for name, each in waits])
+        if waits:
+            print_table("exposed", ("operation", "ms"), [(name, f"{1e3 * each:.2f}") for name, each in waits])
     print_table(
         "roles",
         ("ranks", "ran", "operations", "peak of tensors", "process"),

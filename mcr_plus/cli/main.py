@@ -21,8 +21,7 @@ _FAILED: Final = 1
 _BAD_USAGE: Final = 2
 _COMMANDS: Final = (
     "doctor", "run", "validate", "explain", "layout", "tune", "bench", "plan", "replay", "simulate",
-    "diagnose",
-    "compare", "report", "warmup", "top", "table", "msccl", "trace",
+    "diagnose", "compare", "report", "warmup", "top", "table", "msccl", "trace",
 )  # fmt: skip
 """Each is a module of `mcr_plus.cli` with a function of that name, or with an `app` of subcommands."""
 

@@ -56,6 +56,7 @@ from mcr_plus.bucketing.topology import Topology
 from mcr_plus.core.kinds import KINDS
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument, short
+from mcr_plus.tables.scaling import Placement
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -92,17 +93,18 @@ def simulate(
         raise InvalidArgument(
             f"ranks: expected 1 to {costs.topology.ranks}, those of the topology, got {world}"
         )
-    job = _Simulation(step, plan or BucketPlan(), costs, world, overhead)
+    job = NetworkSimulation(step, plan or BucketPlan(), costs, world, overhead)
     return job.timeline(fold=fold)
 
 
-class _Simulation:
+class NetworkSimulation:
     """A step on all ranks: programs, queues and links."""
 
     def __init__(
         self, step: CapturedStep, plan: BucketPlan, costs: ClusterCosts, world: int, overhead: float
     ) -> None:
         self.step, self.plan, self.costs, self.world = step, plan, costs, world
+        self.by_caller = step.by_caller
         self.unknown: dict[str, None] = {}
         self.extends: set[tuple[int, ...]] = {tuple(range(step.ranks))}
         programs: list[CapturedProgram] = []
@@ -197,16 +199,18 @@ class _Simulation:
         found: list[NDArray[np.int64]] = []
         first = {0: 0, 1: self.world, 2: 2 * self.world}  # first link number of each class
         unknown: dict[tuple[int, ...], int] = {}  # numbers of links of unknown rate, by their ranks
-        for number, (sent, group) in enumerate(zip(self.sent, self.groups, strict=True)):
+        of_alike: dict[tuple[int, Placement, str], list[Use]] = {}  # equivalent queues share operations
+        for number, (sent, group, library) in enumerate(
+            zip(self.sent, self.groups, self.library, strict=True)
+        ):
             placement = topology.placement(group)
-            self.uses.append(
-                [
-                    self.costs.use(
-                        _known(each.kind), each.nbytes, placement, self.library[number], each.codec
-                    )
+            key = id(sent), placement, library
+            if key not in of_alike:
+                of_alike[key] = [
+                    self.costs.use(_known(each.kind), each.nbytes, placement, library, each.codec)
                     for each in sent
                 ]
-            )
+            self.uses.append(of_alike[key])
             members = np.asarray(group, np.int64)
             for index, name in enumerate(CLASSES):
                 if not any(name in use.busy for use in self.uses[-1]):
@@ -244,17 +248,14 @@ class _Simulation:
             self.of_rank
         ]
         alike = {}
+        likeness = {
+            id(uses): (tuple(use.cost for use in uses), tuple(tuple(use.busy.items()) for use in uses))
+            for uses in {id(uses): uses for uses in self.uses}.values()
+        }
+        numbers = {key: alike.setdefault(each, len(alike)) for key, each in likeness.items()}
         queue = _numbers(
             [
-                alike.setdefault(
-                    (
-                        tuple(use.cost for use in uses),
-                        tuple(tuple(use.busy.items()) for use in uses),
-                        self._by_caller(library),
-                        shares_connections(library),
-                    ),
-                    len(alike),
-                )
+                (4 * numbers[id(uses)] + 2 * self._by_caller(library) + shares_connections(library))
                 for uses, library in zip(self.uses, self.library, strict=True)
             ]
         )
@@ -286,6 +287,13 @@ class _Simulation:
     # -- running ------------------------------------------------------------------------------------------
 
     def timeline(self, *, fold: bool) -> Timeline:
+        """Return the timeline; raises `InvalidArgument` on a deadlock."""
+        course = self.run(fold=fold)
+        course.check_end()
+        return course.timeline()
+
+    def run(self, *, fold: bool = True) -> SimulationResult:
+        """Return the result, possibly with ranks that wait forever."""
         fold = fold and not self.costs.topology.is_full
         rank_of, queue_rep, link_rep, links = self._colours(fold=fold)
         ranks, queues = np.unique(rank_of), np.unique(queue_rep)
@@ -297,9 +305,7 @@ class _Simulation:
         shares = self._shares(queues, queue_at, link_rep, links)
         programs = joined(self.programs)
         ran = events.run(programs, self.of_rank[ranks], queue_of, made, shares, *self._cores(ranks))
-        course = SimulationResult(self, ranks, queues, queue_of, programs, made, shares, ran)
-        course.check_end()
-        return course.timeline()
+        return SimulationResult(self, ranks, queues, queue_of, programs, made, shares, ran)
 
     def _cores(self, ranks: Ints) -> tuple[Ints, float]:
         """Return the node of each rank, and the cores of a node."""
@@ -347,7 +353,7 @@ class _Simulation:
 
     def _by_caller(self, library: str) -> bool:
         """Return whether the program drives a library's operations; gloo and NCCL need no polls."""
-        return self.step.by_caller and is_polled(library)
+        return self.by_caller and is_polled(library)
 
     def _shares(self, queues: Ints, queue_at: Ints, link_rep: Ints, links: Ints) -> LinkShares:
         """Return the entries of representative links: representative queues, each with its multiplicity."""

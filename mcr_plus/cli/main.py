@@ -20,8 +20,8 @@ from mcr_plus.errors import ConfigError, McrError
 _FAILED: Final = 1
 _BAD_USAGE: Final = 2
 _COMMANDS: Final = (
-    "doctor", "run", "validate", "explain", "layout", "tune", "bench", "plan", "replay", "diagnose",
-    "compare", "report", "warmup", "top", "table", "msccl", "trace",
+    "doctor", "run", "validate", "explain", "layout", "tune", "bench", "plan", "replay", "simulate",
+    "diagnose", "compare", "report", "warmup", "top", "table", "msccl", "trace",
 )  # fmt: skip
 """Each is a module of `mcr_plus.cli` with a function of that name, or with an `app` of subcommands."""
 
@@ -48,7 +48,7 @@ def app(names: Iterable[str] = _COMMANDS) -> typer.Typer:
         if hasattr(module, "app"):
             made.add_typer(module.app, name=name)
         else:
-            words = {"allow_interspersed_args": False} if name == "run" else None
+            words = {"allow_interspersed_args": False} if name in ("run", "simulate") else None
             made.command(context_settings=words)(getattr(module, name))
     return made
 

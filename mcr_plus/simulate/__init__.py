@@ -1,0 +1,1 @@
+"""Run unmodified training programs on a cluster that is not there."""

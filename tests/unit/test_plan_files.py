@@ -25,7 +25,11 @@ Document = dict[str, Any]
 def everything() -> Profile:
     """Return blocks with every axis that a plan's name needs."""
     blocks = [layer(number, kind="Linear") for number in range(6)]
-    for number, axis, how in ((1, "hidden", "columns"), (2, "experts", "exchange"), (3, "tables", "exchange")):
+    for number, axis, how in (
+        (1, "hidden", "columns"),
+        (2, "experts", "exchange"),
+        (3, "tables", "exchange"),
+    ):
         axes = {**blocks[number].axes, axis: Axis(dims=(), parts=(WIDTH if number == 1 else 4,), how=how)}
         del axes["heads"]
         blocks[number] = blocks[number].model_copy(update={"axes": axes})
@@ -140,7 +144,10 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
     save_plan(named("zero_bubble", profile, 3), path)
     plan = path.read_bytes()
     profile.save(path)
-    for whole, read in ((plan, lambda: load_plan(path, profile)), (path.read_bytes(), lambda: Profile.load(path))):
+    for whole, read in (
+        (plan, lambda: load_plan(path, profile)),
+        (path.read_bytes(), lambda: Profile.load(path)),
+    ):
         for length in random.Random(1).sample(range(len(whole) - 2), 40):
             path.write_bytes(whole[:length])
             with pytest.raises(ConfigError) as error:

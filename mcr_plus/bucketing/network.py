@@ -264,6 +264,7 @@ class NetworkSimulation:
         link = _numbers(kinds.tolist())
         who, slot = np.nonzero(self.queue_of >= 0)
         of = self.queue_of[who, slot]
+        at_slot = _mixed(slot.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))  # unlike all colours
         # Refine until no colour splits. Equal colours then have equal neighbours, and therefore equal times.
         before = -1
         while True:
@@ -272,7 +273,7 @@ class NetworkSimulation:
                 break
             before = distinct
             seen = np.zeros(count, np.uint64)
-            np.add.at(seen, of, _mixed(rank[who] ^ _mixed(slot.astype(np.uint64) + np.uint64(1))))
+            np.add.at(seen, of, _mixed(rank[who] ^ at_slot))
             across = np.zeros(count, np.uint64)
             np.add.at(across, self.entries[:, 0], _mixed(link[link_at] ^ np.uint64(0x5555)))
             queue = _mixed(queue ^ _mixed(seen ^ _mixed(across)))
@@ -280,7 +281,7 @@ class NetworkSimulation:
             np.add.at(held, link_at, _mixed(queue[self.entries[:, 0]]))
             link = _mixed(link ^ held)
             does = np.zeros(self.world, np.uint64)
-            np.add.at(does, who, _mixed(queue[of] ^ _mixed(slot.astype(np.uint64) + np.uint64(7))))
+            np.add.at(does, who, _mixed(queue[of] ^ at_slot))
             rank = _mixed(rank ^ does)
         return _first(rank), _first(queue), _first(link), links
 
@@ -308,9 +309,10 @@ class NetworkSimulation:
         return SimulationResult(self, ranks, queues, queue_of, programs, made, shares, ran)
 
     def _cores(self, ranks: Ints) -> tuple[Ints, float]:
-        """Return the node of each rank, and the cores of a node."""
+        """Return the number of each rank's node among theirs, and the cores of a node."""
         topology = self.costs.topology
-        return ranks // topology.ranks_per_node, topology.cores or np.inf
+        _, nodes = np.unique(ranks // topology.ranks_per_node, return_inverse=True)
+        return nodes.reshape(-1).astype(np.int64), topology.cores or np.inf
 
     def _members(self, queues: Ints, rank_at: Ints) -> list[tuple[Ints, Ints]]:
         """Return the distinct members of each queue: representative ranks, and their slots."""

@@ -67,7 +67,7 @@ def mesh(
 
 def data_parallel(profile: Profile, ranks: int, micro_batches: int = 1, held: Held = "whole") -> ModelPlan:
     """Cut the batch; gradients are summed (`held`: ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054)."""
-    return mesh(profile, ranks, data=ranks, micro_batches=micro_batches, held=held, name="data_parallel")[0]
+    return hybrid(profile, ranks, data=ranks, micro_batches=micro_batches, held=held, name="data_parallel")
 
 
 def zero1(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
@@ -82,16 +82,15 @@ def zero3(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
 
 def tensor_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
     """Cut heads and hidden units (Megatron-LM; Shoeybi et al. 2019, arXiv 1909.08053)."""
-    return mesh(profile, ranks, tensor=ranks, micro_batches=micro_batches, name="tensor_parallel")[0]
+    return hybrid(profile, ranks, tensor=ranks, micro_batches=micro_batches, name="tensor_parallel")
 
 
 def sequence_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
     """Cut heads and hidden units, and the sequence in between (Korthikanti et al. 2022, arXiv 2205.05198)."""
-    plan, _, _ = mesh(
+    return hybrid(
         profile, ranks, tensor=ranks, micro_batches=micro_batches, outside="sequence",
         name="sequence_parallel",
     )  # fmt: skip
-    return plan
 
 
 def by_kind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
@@ -15,6 +16,7 @@ from mcr_plus.config.document import write_text
 from mcr_plus.errors import ConfigError, InvalidArgument, short
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.language import Held, Kind, ModelPlan, PlanTask
+from mcr_plus.plans.proof import check_tasks
 
 VERSION: Final = 1
 _Number = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -25,24 +27,32 @@ class _SavedBlock(StrictModel):
     recomputed: bool
     split: bool
     held: Held
-    places: tuple[int, ...]
+    places: tuple[Annotated[int, Field(ge=-1, lt=1 << 20)], ...]
 
 
 class SavedModelPlan(StrictModel):
-    """File of a plan. `places`: of micro-batches, slices and parts, in row-major order; `orders`: by rank."""
+    """File of a plan.
+
+    `slices`: their number, or their lengths; `places`: of micro-batches, slices and parts, in row-major
+    order; `orders`: of all ranks.
+    """
 
     version: Literal[1]
     model: str
     name: str
     ranks: _Number
     micro_batches: _Number
-    slices: _Number
+    slices: _Number | tuple[_Number, ...]
     blocks: tuple[_SavedBlock, ...]
     orders: dict[int, tuple[str, ...]]
     befores: tuple[tuple[str, str], ...]
 
     def plan(self, profile: Profile) -> ModelPlan:
-        """Return the plan of a profile. Raises `InvalidArgument` if it was made for another model."""
+        """Return the plan of a profile.
+
+        Raises:
+            InvalidArgument: it was made for another model, or its places and tasks do not fit together.
+        """
         if self.model != profile.model or len(self.blocks) != len(profile.blocks):
             raise InvalidArgument(
                 f"plan: of model {self.model} with {len(self.blocks)} blocks; the profile is of model "
@@ -52,6 +62,9 @@ class SavedModelPlan(StrictModel):
             profile, self.ranks, micro_batches=self.micro_batches, slices=self.slices, name=self.name
         )
         for index, block in enumerate(self.blocks):
+            cells = plan.places[index].size * math.prod(parts for _, parts, _ in block.cuts)
+            if len(block.places) != cells:
+                raise InvalidArgument(f"plan: block {index} has {len(block.places)} places, not {cells}")
             for axes, parts, outside in block.cuts:
                 if axes:
                     plan.cut(index, axes, parts, outside)
@@ -59,14 +72,12 @@ class SavedModelPlan(StrictModel):
                     plan.replicate(index, parts)
             plan.recomputed[index], plan.split[index] = block.recomputed, block.split
             plan.held[index] = block.held
-            places: Any = np.array(block.places, np.int64)
-            if places.size != plan.places[index].size:
-                raise InvalidArgument(
-                    f"plan: block {index} has {places.size} places, not {plan.places[index].size}"
-                )
-            plan.places[index] = places.reshape(plan.places[index].shape)
+            plan.places[index] = np.array(block.places, np.int64).reshape(plan.places[index].shape)
         plan.orders = {rank: [_task(text) for text in order] for rank, order in self.orders.items()}
         plan.befores = [(_task(first), _task(second)) for first, second in self.befores]
+        if sorted(plan.orders) != list(range(self.ranks)):
+            raise InvalidArgument(f"plan: expected the orders of its {self.ranks} ranks")
+        check_tasks(plan)
         return plan
 
 
@@ -86,7 +97,7 @@ def plan_text(plan: ModelPlan) -> str:
     ]  # fmt: skip
     head: dict[str, Any] = {
         "version": VERSION, "model": plan.profile.model, "name": plan.name, "ranks": plan.ranks,
-        "micro_batches": plan.micro_batches, "slices": plan.slices,
+        "micro_batches": plan.micro_batches, "slices": np.diff([0, *plan.slice_ends]).tolist() or 1,
         "befores": [tuple(map(_text, pair)) for pair in plan.befores],
     }  # fmt: skip
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
@@ -100,7 +111,8 @@ def load_plan(path: str | Path, profile: Profile) -> ModelPlan:
     """Read a plan of a profile.
 
     Raises:
-        ConfigError: the file cannot be read, is no plan, or is one of another model; the text begins with it.
+        ConfigError: the file cannot be read, is no plan, or is one of another model, or its tasks are wrong;
+            the text begins with the file.
     """
     saved = read_json(Path(path), VERSION, SavedModelPlan.model_validate_json, "plan")
     try:

@@ -102,7 +102,7 @@ def prove(plan: ModelPlan) -> ProvedPlan:
     Raises:
         InvalidArgument: the plan is wrong; the text names the task, the rank, and what is missing.
     """
-    _check_tasks(plan)
+    check_tasks(plan)
     tensors = PlanTensors(plan)
     _check_tensors(plan, tensors)
     runs = _Order(plan, tensors).sorted()
@@ -112,7 +112,8 @@ def prove(plan: ModelPlan) -> ProvedPlan:
 # -- tasks --------------------------------------------------------------------------------------------------
 
 
-def _check_tasks(plan: ModelPlan) -> None:
+def check_tasks(plan: ModelPlan) -> None:
+    """Raise `InvalidArgument` unless every part has a rank, and every rank an order of its tasks."""
     for block, places in enumerate(plan.places):
         absent = np.argwhere((places < 0) | (places >= plan.ranks))
         if len(absent):
@@ -133,6 +134,10 @@ def _check_tasks(plan: ModelPlan) -> None:
                 raise InvalidArgument(f"rank {rank}: {task} is {times} times in its order")
         if missing := own.difference(order):
             raise InvalidArgument(f"rank {rank}: {min(missing)} is not in its order")
+    every = {task for rank in range(plan.ranks) for task in plan.tasks_of(rank)} if plan.befores else set()
+    for each in [task for pair in plan.befores for task in pair]:
+        if each not in every:
+            raise InvalidArgument(f"before: {each} is no task of the plan")
 
 
 def _check_parts(plan: ModelPlan, block: int) -> None:
@@ -312,9 +317,6 @@ class _Order:
         for number, (task, ranks) in enumerate(self.runs):
             self.befores[number].update(self._inputs(task, ranks))
         for first, second in plan.befores:
-            for each in (first, second):
-                if each not in self.of:
-                    raise InvalidArgument(f"before: {each} is no task of the plan")
             for number in self.of[second].values():
                 self.befores[number].update(self.of[first].values())
 

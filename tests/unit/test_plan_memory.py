@@ -1,0 +1,121 @@
+"""Memory that plans need, in closed form on profiles made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from plan_blocks import ITEMS, chain, layer
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.language import Held, ModelPlan
+from mcr_plus.plans.memory import check_memory, memory_of
+from mcr_plus.plans.named import Schedule, co_shard, hybrid, named
+from mcr_plus.plans.proof import ProvedPlan, prove
+
+KIB = 1 << 10
+PARAMS, SAVED, OUTPUT = 64 * KIB, 4096 * KIB, 256 * KIB
+FIXED = 4 * PARAMS  # parameters, gradients, and twice as much state
+STAGES, MICRO = 4, 8
+
+
+def profile(blocks: int = STAGES, **options: int) -> Profile:
+    return chain([layer(n, params=PARAMS, saved=SAVED, output=OUTPUT, **options) for n in range(blocks)])
+
+
+def peaks(plan: ModelPlan) -> list[int]:
+    """Return the peak of each rank beyond its parameters, gradients and state."""
+    proved = prove(plan)
+    uses = [memory_of(proved, rank) for rank in range(plan.ranks)]
+    return [use.peak - use.parameters - use.gradients - use.optimizer for use in uses]
+
+
+def piece(stage: int) -> int:
+    """Return what a stage keeps of a micro-batch: saved activations, and its output if it is sent."""
+    return (SAVED + (OUTPUT if stage < STAGES - 1 else 0)) // MICRO
+
+
+def test_one_f_one_b_keeps_a_micro_batch_for_each_stage_that_follows() -> None:
+    kept: dict[Schedule, list[int]] = {
+        "1f1b": [min(STAGES - stage, MICRO) for stage in range(STAGES)],
+        "gpipe": [MICRO] * STAGES,
+        "eager-1f1b": [min(2 * (STAGES - 1 - stage) + 1, MICRO) for stage in range(STAGES)],
+    }
+    for schedule, alive in kept.items():
+        plan = hybrid(profile(), STAGES, stages=STAGES, micro_batches=MICRO, schedule=schedule)
+        assert peaks(plan) == [alive[stage] * piece(stage) for stage in range(STAGES)], schedule
+
+
+def test_few_micro_batches_are_all_that_is_kept() -> None:
+    plan = hybrid(profile(), STAGES, stages=STAGES, micro_batches=2)
+    piece_of_two = [(SAVED + (OUTPUT if stage < STAGES - 1 else 0)) // 2 for stage in range(STAGES)]
+    assert peaks(plan) == [min(STAGES - s, 2) * piece_of_two[s] for s in range(STAGES)]
+
+
+def test_transient_bytes_are_there_while_a_task_runs() -> None:
+    """Gradients of micro-batches accumulate: each is gone before the next."""
+    for transient in (0, 1024 * KIB):
+        plan = named("data_parallel", profile(2, transient=transient), 2, micro_batches=2)
+        # Of a micro-batch on one of two ranks: a quarter of the batch.
+        assert peaks(plan) == [(2 * SAVED + transient) // 4] * 2
+
+
+def test_recomputed_blocks_keep_their_input_alone() -> None:
+    """The first block has its input anyway; while one runs again, all that it saves is there."""
+    plan = hybrid(profile(6), 1, recompute=...)
+    assert peaks(plan) == [5 * OUTPUT + SAVED]
+    plan = hybrid(profile(6), 1, recompute=[1, 2])
+    assert peaks(plan) == [4 * SAVED + 2 * OUTPUT]  # the others: no more than in the last block's task
+    plan = named("gpipe", profile(), STAGES, micro_batches=MICRO)
+    inputs = [0, OUTPUT, OUTPUT, OUTPUT]
+    sent = [OUTPUT, OUTPUT, OUTPUT, 0]
+    again = [SAVED + each for each in sent]
+    # All inputs; the outputs that are sent, made by forward passes, which keep nothing else.
+    expected = [inputs[s] + again[s] // MICRO for s in range(STAGES)]
+    assert peaks(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "shares"), [("whole", (1, 1, 1)), ("optimizer", (1, 1, 4)), ("parameters", (4, 1, 4))]
+)
+def test_shards_of_zero(held: Held, shares: tuple[int, int, int]) -> None:
+    """Gradients are whole until they are summed; whole parameters of one block are gathered at a time."""
+    plan = hybrid(profile(3), 4, data=4, held=held)
+    use = memory_of(prove(plan), 2)
+    whole = 3 * PARAMS, 3 * PARAMS, 6 * PARAMS
+    assert (use.parameters, use.gradients, use.optimizer) == tuple(map(int.__floordiv__, whole, shares))
+    gathered = PARAMS if held == "parameters" else 0
+    assert peaks(plan) == [3 * SAVED // 4 + gathered] * 4
+
+
+def test_tensor_cuts_divide_half_of_a_block() -> None:
+    plan = named("tensor_parallel", profile(3), 4)
+    use = memory_of(prove(plan), 3)
+    own = PARAMS // 2 + PARAMS // 2 // 4
+    assert (use.parameters, use.gradients, use.optimizer) == (3 * own, 3 * own, 6 * own)
+    assert peaks(plan) == [3 * (SAVED // 2 + SAVED // 2 // 4)] * 4
+
+
+def test_co_shards_keep_the_activations_of_one_part_at_a_time() -> None:
+    """Half of what a block saves is made again part by part; all of the parameters stay."""
+    plan = co_shard(profile(3), 1, parts=4)
+    use = memory_of(prove(plan), 0)
+    assert use.parameters == 3 * PARAMS
+    assert peaks(plan) == [3 * SAVED // 2 + SAVED // 2 // 4]
+
+
+def test_peaks_are_the_most_over_time_and_the_bound_is_checked() -> None:
+    proved: ProvedPlan = prove(hybrid(profile(6), 2, stages=2, micro_batches=4))
+    use = memory_of(proved, 0)
+    assert use.peak == max(use.bytes)
+    assert list(use.times) == sorted(use.times)
+    assert use.bytes[0] == use.bytes[-1] == use.parameters + use.gradients + use.optimizer == 3 * FIXED
+    most = max(memory_of(proved, rank).peak for rank in range(2))
+    check_memory(proved, most)
+    with pytest.raises(InvalidArgument, match=r"memory: rank 0 needs .* 1 B more than"):
+        check_memory(proved, most - 1)
+
+
+def test_items_that_do_not_divide_make_larger_parts() -> None:
+    """Of 16 items on three ranks, the last one has six."""
+    plan = named("data_parallel", profile(2), 3)
+    assert peaks(plan) == [round(2 * SAVED * items / ITEMS) for items in (5, 5, 6)]

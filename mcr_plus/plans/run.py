@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise, starmap
+from itertools import starmap
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,8 @@ from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
 from mcr_plus.plans.checkpoint import load_state_dict, state_dict
 from mcr_plus.plans.cutting import CutModule, cut_module
-from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
+from mcr_plus.plans.joining import joined_blocks
+from mcr_plus.plans.language import ALONG_DATA, ModelPlan
 from mcr_plus.plans.moves import moves, open_groups, peers
 from mcr_plus.plans.part import ModelPart, drop_parameters
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
@@ -235,7 +236,7 @@ class ParallelModel:
     def _compiled(self) -> Sequence[Callable[[], None]]:
         """Return the rank's program as bound calls."""
         items = self.proved.program(self.rank)
-        joined = self._joined()
+        joined = joined_blocks(self.proved, self.rank)
         graphs: dict[tuple[int, int, int], BlockGraph] = {}
         keyed: list[tuple[tuple[float, ...], Callable[[], None]]] = []
         at = 0.0
@@ -257,55 +258,6 @@ class ParallelModel:
         keyed += [((bucket.time, 0), bucket.start) for bucket in self.buckets]
         keyed.sort(key=lambda pair: pair[0])
         return [call for _, call in keyed]
-
-    def _joined(self) -> dict[PlanTask, tuple[int, int]]:
-        """Return the first and last block of the graph of each task of this rank.
-
-        Neighbours run as one if they follow each other in every pass, and the tensor between them stays.
-        """
-        order = self.plan.order_of(self.rank)
-        pairs = set(pairwise(order))
-        plan = self.plan
-        found: dict[PlanTask, tuple[PlanTask, PlanTask]] = {}
-        for task in order:
-            if task.kind != "F":
-                continue
-            first = task
-            if (
-                task.block
-                and (before := task._replace(block=task.block - 1)) in found
-                and self._is_one(before, task, pairs)
-            ):
-                first = found[before][0]
-                found[task] = (first, task)
-            else:
-                found[task] = (task, task)
-        lasts: dict[PlanTask, int] = {}
-        for task, (first, _) in found.items():
-            lasts[first] = max(lasts.get(first, 0), task.block)
-        return {
-            task._replace(kind=kind): (first.block, lasts[first])
-            for task, (first, _) in found.items() for kind in plan.kinds(task.block)
-        }  # fmt: skip
-
-    def _is_one(self, before: PlanTask, after: PlanTask, pairs: set[tuple[PlanTask, PlanTask]]) -> bool:
-        plan, block = self.plan, after.block
-        if plan.kinds(block) != plan.kinds(block - 1) or "parameters" in (
-            plan.held[block],
-            plan.held[block - 1],
-        ):
-            return False
-        if plan.recomputed[block] or plan.recomputed[block - 1]:
-            return False
-        for kind in plan.kinds(block):
-            one, two = before._replace(kind=kind), after._replace(kind=kind)
-            if ((one, two) if kind == "F" else (two, one)) not in pairs:
-                return False
-        ends = self._tensors.values(block, after.micro, after.slice)
-        return (
-            ends.made == ends.needed
-            and not self._tensors.gradients(block, after.micro, after.slice).made.is_partial
-        )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by their names in the model; they may be parts (see `checkpoint`)."""

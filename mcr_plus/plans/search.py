@@ -68,7 +68,7 @@ class PlanChoice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FoundPlan:
+class FoundModelPlan:
     """A plan that a search has found.
 
     `seconds`: of a step, by the search's model. `memory`: most bytes of a rank, by the same.
@@ -110,7 +110,7 @@ class FoundPlan:
 class SearchResult:
     """Plans by time, and a bound: computation shared evenly among all ranks, without communication."""
 
-    plans: tuple[FoundPlan, ...]
+    plans: tuple[FoundModelPlan, ...]
     bound: float
     tried: int
 
@@ -156,7 +156,7 @@ def search(
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest)
     work = sum(block.forward + block.backward for block in profile.blocks)
-    found: list[FoundPlan] = []
+    found: list[FoundModelPlan] = []
     tried = 0
     nearest = _NO_MEMORY
     for choice, stages in _choices(profile, ranks, costs.topology.ranks_per_node, micro_batches):
@@ -166,7 +166,7 @@ def search(
         nearest = min(nearest, solved.memory)
         if solved.seconds < worst:
             done = choice._replace(stages=solved.stages, recompute=solved.recompute)
-            found.append(FoundPlan(done, solved.seconds, solved.memory, profile, ranks, costs))
+            found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs))
             found.sort(key=lambda each: each.seconds)
             del found[2 * best :]
     if not found:

@@ -36,7 +36,8 @@ AXES: dict[str, dict[str, Axis]] = {
 def block(name: str, kind: str, **options: Any) -> ModelBlock:
     given = {
         "forward": 1.0, "backward": 2.0, "recompute": 0.0, "gradients": 8, "optimizer": 8, "saved": 8,
-        "saved_before": 0, "output": 8, "shape": (ROWS, LENGTH, WIDTH), "dtype": "float32", "shared": (),
+        "saved_before": 0, "transient": 0, "through": 0, "forward_fixed": 0.0, "backward_fixed": 0.0,
+        "output": 8, "shape": (ROWS, LENGTH, WIDTH), "dtype": "float32", "shared": (),
         "reads_batch": False, "random": False, "axes": AXES[kind], **options,
     }  # fmt: skip
     return ModelBlock.model_validate({"name": name, "kind": kind, "params": {f"{name}.weight": 8}, **given})

@@ -22,16 +22,10 @@ Mutate = Callable[[ModelPlan, Random], None]
 
 
 def block(number: int, shape: tuple[int, ...], axes: dict[str, Axis], **options: Any) -> ModelBlock:
-    times = {
-        "forward_fixed": 0.0,
-        "backward_fixed": 0.0,
-        "forward": 1.0 + number % 3,
-        "backward": 2.0,
-        "recompute": 1.0,
-    }
-    sizes = dict.fromkeys(
-        ("transient", "through", "gradients", "optimizer", "saved", "saved_before", "output"), 8
-    )
+    times = {"forward": 1.0 + number % 3, "backward": 2.0, "recompute": 1.0, "forward_fixed": 0.0}
+    times["backward_fixed"] = 0.0
+    names = ("gradients", "optimizer", "saved", "saved_before", "output", "transient", "through")
+    sizes = dict.fromkeys(names, 8)
     given = {"shared": (), "reads_batch": False, "random": False, **options}
     return ModelBlock(
         name=f"b{number}", kind="Part", params={f"b{number}.weight": 8}, shape=shape, dtype="float32",

@@ -19,7 +19,7 @@ from mcr_plus.config.names import backend_name
 from mcr_plus.config.schema import Config
 from mcr_plus.layout.native import native
 from mcr_plus.plans.language import Held, PlanTask
-from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of
+from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
 from mcr_plus.plans.sums import BUCKET, complete, gradient_groups
 from mcr_plus.tables import FOLDER as BUILTIN
 from mcr_plus.tables.scaling import Placement
@@ -192,15 +192,15 @@ class _PlanStep:
             group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
             whole = round(parameter_share(plan, index, rank) * block.parameters)
             yield _InnerOperation("all_gather_parameters", whole, group, "plan.parameters")
-        share = self.proved.tensors.share(index, task.micro, task.slice, rank)
         for axis, cut in enumerate(plan.cuts[index]):
             if plan.how(index, cut) not in ("sum", "exchange") or task.kind == "W":
                 continue
             rows = np.moveaxis(plan.places[index], 2 + axis, -1).reshape(-1, cut.parts)
             group = tuple(sorted(set(next(row for row in rows.tolist() if rank in row))))
             passes = 2 if task.kind == "B" and plan.recomputed[index] else 1
+            share = share_of(self.proved.tensors, task, cut, group)
             for name in [name for name in cut.axes for _ in range(passes)]:
-                nbytes = round(share * block.axes[name].input) * (cut.parts if cut.outside else 1)
+                nbytes = round(share * block.axes[name].input)
                 if cut.outside is None:
                     yield _InnerOperation("all_reduce", nbytes, group, "plan.sums")
                 else:

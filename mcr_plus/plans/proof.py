@@ -22,7 +22,7 @@ from mcr_plus.layout import proof as layout_proof
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import exchanges
 from mcr_plus.layout.regions import as_ints, contains
-from mcr_plus.plans.language import ALONG_DATA, ModelPlan, PlanTask
+from mcr_plus.plans.language import ALONG_DATA, BlockCut, ModelPlan, PlanTask
 from mcr_plus.plans.sums import shared_groups
 from mcr_plus.plans.tensors import Ends, PlanTensors
 
@@ -122,6 +122,7 @@ def _check_tasks(plan: ModelPlan) -> None:
             where = f", part {tuple(part)}" if part else ""
             raise InvalidArgument(f"{PlanTask(block, micro, slice_, 'F')}{where} {what}")
         _check_parts(plan, block)
+    check_random(plan)
     _check_shared(plan)
     for rank in range(plan.ranks):
         own, order = plan.tasks_of(rank), plan.order_of(rank)
@@ -177,10 +178,15 @@ def _check_parts(plan: ModelPlan, block: int) -> None:
         one, two = of_kind.argmax(axis=0)[np.argwhere(meet)[0]].tolist()
         text = f"some of its parts of the parameters, but not all, are on rank {two}, too"
         refuse(own & (np.arange(plan.ranks) == one), text)
-    if plan.blocks[block].random and copies:
-        raise InvalidArgument(
-            f"{plan.blocks[block].name}: it draws random numbers, which its replicas would not draw alike"
-        )
+
+
+def check_random(plan: ModelPlan) -> None:
+    """Raise `InvalidArgument` if a block that draws random numbers has replicas."""
+    for block, cuts in zip(plan.blocks, plan.cuts, strict=True):
+        if block.random and any(not cut.axes for cut in cuts):
+            raise InvalidArgument(
+                f"{block.name}: it draws random numbers, which its replicas would not draw alike"
+            )
 
 
 def _check_shared(plan: ModelPlan) -> None:
@@ -410,6 +416,15 @@ def _transfers(plan: ModelPlan, tensors: PlanTensors, runs: Sequence[TaskRun]) -
                 PlanTask(tensor, micro, slice_, "B") if gradient else PlanTask(tensor - 1, micro, slice_, "F")
             )
             yield PlanTransfer(tensor, micro, slice_, gradient, *both, ends[maker])
+
+
+def share_of(tensors: PlanTensors, task: PlanTask, cut: BlockCut, group: Sequence[int]) -> float:
+    """Return the share in a block's whole input of what a group of ranks sums or exchanges for a cut.
+
+    The same on all of them: each has all of it, or, if the input is cut `outside`, they have it together.
+    """
+    ranks = group if cut.outside else group[:1]
+    return sum(tensors.share(task.block, task.micro, task.slice, rank) for rank in ranks)
 
 
 def work_share(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:

@@ -3,7 +3,7 @@
 For each combination of the former, stages of consecutive blocks are cut, and blocks to recompute chosen, so
 that a step of 1F1B takes least under a bound of memory:
 
-    step = Σ stages (time + transfers) + (micro-batches - 1) · max over stages + sums of the first stage
+    step = Σ stages (time + transfer) + (micro-batches - 1) · max of all times and transfers + sums of stage 0
 
 with times and bytes of the profile, and costs of operations as in `foretell`. Given the combination this is
 exact: a stage's choice of what to recompute is a knapsack, and the cuts minimise sum and maximum together.
@@ -34,7 +34,7 @@ from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
 from mcr_plus.plans.named import hybrid, mesh
-from mcr_plus.plans.proof import ProvedPlan, prove, seconds_of
+from mcr_plus.plans.proof import ProvedPlan, check_random, prove, seconds_of, share_of
 from mcr_plus.plans.tensors import PlanTensors
 
 Floats = NDArray[np.float64]
@@ -45,6 +45,7 @@ CELLS: Final = 1024
 SIMULATED: Final = 64
 """Most ranks of plans that are simulated in full."""
 _NO_MEMORY: Final = 1 << 62
+_UNBOUND: Final = 1 << 50
 
 
 class PlanChoice(NamedTuple):
@@ -150,30 +151,53 @@ def search(
         best: number of plans to return. micro_batches: numbers to try; None: powers of two.
 
     Raises:
-        InvalidArgument: no plan has so little memory; the text names the nearest one, and what is missing.
+        InvalidArgument: no plan has so little memory, and the text says how much more has one; or no
+            combination has so many ranks.
     """
-    most = memory if memory is not None else 1 << 50
+    most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest)
     work = sum(block.forward + block.backward for block in profile.blocks)
     found: list[FoundModelPlan] = []
     tried = 0
-    nearest = _NO_MEMORY
+    nearest: tuple[int, BlockCosts, int, int] | None = None
+    refused: InvalidArgument | None = None
     for choice, stages in _choices(profile, ranks, costs.topology.ranks_per_node, micro_batches):
         worst = found[best - 1].seconds if len(found) >= best else math.inf
+        try:
+            of_blocks = tables.of(choice, stages)
+        except InvalidArgument as error:  # for example, a sequence shorter than its number of parts
+            refused = error
+            continue
         tried += 1
-        solved = solve(tables.of(choice, stages), stages, choice.micro_batches, most, worst)
-        nearest = min(nearest, solved.memory)
+        solved = solve(of_blocks, stages, choice.micro_batches, most, worst)
+        if not found and (nearest is None or solved.memory < nearest[0]):
+            nearest = solved.memory, of_blocks, stages, choice.micro_batches
         if solved.seconds < worst:
             done = choice._replace(stages=solved.stages, recompute=solved.recompute)
             found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs))
             found.sort(key=lambda each: each.seconds)
             del found[2 * best :]
+    if nearest is None:
+        raise refused or InvalidArgument(
+            f"ranks: {ranks}; the model has no so many stages, parts of its batch and of its parameters"
+        )
     if not found:
-        missing = about(nearest - most)
-        raise InvalidArgument(f"memory: {about(most)}; the nearest plan needs {missing} more on some rank")
+        text = f"memory: {about(most)}; the nearest plan needs {_missing(most, *nearest)} more on some rank"
+        raise InvalidArgument(text)
     ordered = sorted(found, key=lambda each: each.step)
     return SearchResult(tuple(ordered[:best]), work / ranks, tried)
+
+
+def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batches: int) -> str:
+    """Return what a bound lacks for a combination that needs at least `least` bytes; sizes are rounded up."""
+    hundredth = (1 << 20) / 100
+    for cells in range(min(len(costs.seconds) + 2, CELLS - 1) + 1):
+        number = math.ceil((least * CELLS / (CELLS - cells) - most) / hundredth)
+        bound = most + math.floor(number * hundredth)
+        if bound > most and math.isfinite(solve(costs, stages, micro_batches, bound).seconds):
+            break
+    return f"{number / 100:,.2f} MiB"
 
 
 def prepare() -> None:
@@ -263,32 +287,34 @@ class _Tables:
         ])  # fmt: skip
 
     def _measured(self, tensor: int, pieces: int, outside: str | None) -> Any:
-        """Return times and bytes of blocks for one of `pieces` of the batch, on one of `tensor` ranks."""
+        """Return times and bytes of blocks for the largest of `pieces` of the batch, on one rank of `tensor`.
+
+        The last parts are the largest.
+        """
         plan, _, _ = mesh(self.profile, tensor, tensor=tensor, micro_batches=pieces, outside=outside)
+        check_random(plan)
         proved = ProvedPlan(plan, PlanTensors(plan), (), ())
-        one = RankMemory(proved, 0)
+        last, micro = tensor - 1, pieces - 1
+        one = RankMemory(proved, last)
         rows = []
         axes = ("heads", "hidden", "experts", "tables", "rows")
         within = np.zeros((len(plan.blocks), len(axes)), np.int64)
         for index, block in enumerate(plan.blocks):
-            forward, backward = PlanTask(index, 0, 0, "F"), PlanTask(index, 0, 0, "B")
-            both = [seconds_of(plan, proved.tensors, task, 0) for task in (forward, backward)]
+            forward, backward = PlanTask(index, micro, 0, "F"), PlanTask(index, micro, 0, "B")
+            both = [seconds_of(plan, proved.tensors, task, last) for task in (forward, backward)]
             kept = one.kept(forward)
             input_ = one.end_bytes(index, forward, "input") if index else 0
             output = one.end_bytes(index + 1, forward, "output") if index + 1 < len(plan.blocks) else 0
             transient = one.transient(backward)
             fixed = one.fixed([index])
             rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
-            share = proved.tensors.share(index, 0, 0, 0)
             for cut in plan.cuts[index]:
                 for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
-                    whole = round(share * block.axes[name].input) * (cut.parts if cut.outside else 1)
-                    within[index, axes.index(name)] = whole
+                    share = share_of(proved.tensors, forward, cut, range(tensor))
+                    within[index, axes.index(name)] = round(share * block.axes[name].input)
         columns = list(zip(*rows, strict=True))
-        floats, ints = (
-            [np.array(each) for each in columns[:2]],
-            [np.array(each, np.int64) for each in columns[2:]],
-        )
+        floats = [np.array(each) for each in columns[:2]]
+        ints = [np.array(each, np.int64) for each in columns[2:]]
         kepts, inputs, parameters, gradients, state, transients, transients_again, outputs = ints
         parts = parameters, gradients, state
         return (*floats, kepts, inputs, parts, transients, transients_again, outputs, within)
@@ -308,28 +334,25 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
 
     `worst`: seconds from which a solution is of no use.
     """
-    count, unit = len(costs.seconds), max(-(-most // CELLS), 1)
+    count = len(costs.seconds)
     whole = float(costs.seconds.sum())
     if whole + (micro_batches - 1) * whole / stages >= worst:
         return Solution(math.inf, (), (), _NO_MEMORY)
     best = np.full((stages, count + 1, count + 1), np.inf)
     for stage in range(stages):
-        _stage_times(*_in_cells(costs, min(stages - stage, micro_batches), unit), best[stage])
+        _stage_times(*_in_cells(costs, min(stages - stage, micro_batches), most), best[stage])
     sends = np.append(costs.sends[:-1], 0.0)
     seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
     if not np.isfinite(seconds):
-        kept = np.minimum(costs.kept, costs.kept_input)
         inflight = np.minimum(stages - np.arange(stages), micro_batches)
-        transient = np.minimum(costs.transient, costs.transient_again)
-        least = _least_memory(kept, costs.fixed, transient, costs.output, inflight)
-        return Solution(math.inf, (), (), max(int(least), most + 1))
+        return Solution(math.inf, (), (), int(_least_memory(*costs[2:8], inflight)))
     cuts = tuple(range(low, high) for low, high in pairwise(bounds.tolist()))
     again: list[int] = []
     peak = 0
     for stage, blocks in enumerate(cuts):
         alive = min(stages - stage, micro_batches)
         part = BlockCosts._make(each[blocks.start : blocks.stop] for each in costs)
-        flags = _recomputed(*_in_cells(part, alive, unit))
+        flags = _recomputed(*_in_cells(part, alive, most))
         again += (blocks.start + np.flatnonzero(flags)).tolist()
         peak = max(peak, stage_memory(part, flags, alive))
     return Solution(float(seconds), cuts, tuple(again), peak)
@@ -342,13 +365,13 @@ def stage_memory(costs: BlockCosts, again: NDArray[np.bool_], inflight: int) -> 
     return int(costs.fixed.sum() + kept + transient + costs.output[-1] * inflight)
 
 
-def _in_cells(costs: BlockCosts, inflight: int, unit: int) -> tuple[NDArray[Any], ...]:
-    """Return the times and memory of a stage's blocks, in units, for `_stage_times`."""
+def _in_cells(costs: BlockCosts, inflight: int, most: int) -> tuple[NDArray[Any], ...]:
+    """Return the times and memory of a stage's blocks, in units of the bound, for `_stage_times`."""
     sizes = (
         costs.fixed + costs.kept * inflight, costs.fixed + costs.kept_input * inflight, costs.transient,
         costs.transient_again, costs.output * inflight,
     )  # fmt: skip
-    return costs.seconds, costs.again, *(-(-each // unit) for each in sizes)
+    return costs.seconds, costs.again, *(-(np.minimum(each, most + 1) * -CELLS // most) for each in sizes)
 
 
 @compiled
@@ -467,17 +490,18 @@ def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _least_memory(kept, fixed, transient, output, inflight):  # type: ignore[no-untyped-def]
-    """Return the fewest bytes of the fullest stage."""
+def _least_memory(kept, kept_input, fixed, transient, transient_again, output, inflight):  # type: ignore[no-untyped-def]
+    """Return the fewest bytes of the fullest stage: see `stage_memory`."""
     stages, count = len(inflight), len(kept)
     least = np.full((stages + 1, count + 1), np.inf)
     least[0, 0] = 0.0
     for stage in range(stages):
         for begin in range(stage, count):
-            used, most = 0.0, 0.0
+            plain, again, most, most_again = 0.0, 0.0, 0.0, 0.0
             for end in range(begin, count):
-                used += fixed[end] + kept[end] * inflight[stage]
-                most = max(most, transient[end])
-                own = max(least[stage, begin], used + most + output[end] * inflight[stage])
-                least[stage + 1, end + 1] = min(least[stage + 1, end + 1], own)
+                plain += fixed[end] + kept[end] * inflight[stage]
+                again += fixed[end] + min(kept[end], kept_input[end]) * inflight[stage]
+                most, most_again = max(most, transient[end]), max(most_again, transient_again[end])
+                own = min(plain + most, again + most_again) + output[end] * inflight[stage]
+                least[stage + 1, end + 1] = min(least[stage + 1, end + 1], max(least[stage, begin], own))
     return least[stages, count]

@@ -119,7 +119,8 @@ class _Machine:
         """Return the elements of a block's input or output that belong to a rank."""
         parts = self.parts[block, micro, slice_][rank]
         masks = [self.mask(block, output, micro, slice_, at) for at in parts]
-        return np.logical_or.reduce(masks)
+        found: Bools = np.logical_or.reduce(masks)
+        return found
 
     def make(self, block: int, gradient: bool, micro: int, slice_: int, rank: int) -> None:
         """Note the output of a block, or the gradient of its input, as made."""
@@ -160,7 +161,8 @@ class _Machine:
         if not gradient:
             sets = {each: {()} for each in makers}
         local = all(one == two for one in sets.values() for two in sets.values())
-        for user in self.parts[(block, *cell)]:
+        micro, slice_ = cell
+        for user in self.parts[block, micro, slice_]:
             need = self.needs(block, gradient, *cell, user)
             local &= user in makers and not (need & ~self.needs(maker.block, not gradient, *cell, user)).any()
         return sets, local
@@ -182,10 +184,9 @@ class _Machine:
                 for at in self.parts[block, micro, slice_].get(own, []):
                     for axis, how in enumerate(self.hows[block]):
                         if how in ("sum", "exchange", "gather", "halo"):
-                            found |= {
-                                int(places[(*at[:axis], other, *at[axis + 1 :])])
-                                for other in range(self.plan.cuts[block][axis].parts)
-                            }
+                            for other in range(self.plan.cuts[block][axis].parts):
+                                there = (*at[:axis], other, *at[axis + 1 :])
+                                found.add(int(places[there]))
                 if self.plan.held[block] == "parameters":
                     for cut in (False, True):
                         found.update(*(ranks for ranks in self.groups(block, cut) if own in ranks))
@@ -278,7 +279,7 @@ class _Machine:
 
     def _of(self, block: int) -> Iterator[tuple[tuple[int, int], dict[int, list[At]]]]:
         for cell in self.cells:
-            yield cell, self.parts[(block, *cell)]
+            yield cell, self.parts[block, cell[0], cell[1]]
 
     def _check_parts(self, block: int) -> None:
         kept: dict[int, set[At]] = {}
@@ -299,12 +300,12 @@ class _Machine:
                     for key, item in {self._split(block, at, cut=cut) for at in own}:
                         added[rank][key][block, cell, item] += 1
                         expected[block, cell, item] = 1
-        for rank, own in added.items():
+        for rank, sums in added.items():
             (group,) = [ranks for ranks in groups if rank in ranks]
-            for key in own:
+            for key in sums:
                 total: Counter[Any] = Counter()
                 for other in group:
-                    if set(added[other]) != set(own):
+                    if set(added[other]) != set(sums):
                         raise _WrongError(f"{what}: ranks {group} have different parts of its parameters")
                     total += added[other][key]
                 if total != expected:

@@ -47,10 +47,11 @@ class Grouped(nn.Module):
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = []
+        parts: list[Tensor] = []
         for layer, heads in ((self.q, self.n_heads), (self.k, self.n_kv_heads), (self.v, self.n_kv_heads)):
             parts.append(layer(x).unflatten(-1, (heads, self.size)).transpose(1, 2))
-        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        q, k, v = parts
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -192,7 +193,7 @@ def one_process(case: Case, kind: str, steps: int) -> Reference:
         batch = case.batch(step)
         inputs = batch if isinstance(batch, tuple) else (batch,)
         loss = case.loss(model(inputs[0]), *inputs[1:])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         found.append(loss.item())
     own = dict(model.named_parameters())
@@ -207,6 +208,7 @@ def whole_gradients(parallel: ParallelModel) -> dict[int, Tensor]:
         flat = bucket.gradients
         if bucket.held != "whole":
             assert bucket.comm is not None
+            assert bucket.shard.grad is not None
             bucket.gather()
             flat = torch.empty_like(bucket.gradients)
             bucket.comm.all_gather_into_tensor(flat, bucket.shard.grad)
@@ -369,5 +371,5 @@ def fail_on_one_rank() -> None:
         parallel = mcr.parallelize(case.model, optimizer, plan, loss=case.loss)
         parallel.step(case.batch(0))
         if comm.rank == 1:
-            case.model.fails = 3
+            case.model.fails = 3  # type: ignore[assignment]
         parallel.step(case.batch(1))

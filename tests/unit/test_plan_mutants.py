@@ -27,10 +27,8 @@ def block(number: int, shape: tuple[int, ...], axes: dict[str, Axis], **options:
     names = ("gradients", "optimizer", "saved", "saved_before", "output", "transient", "through")
     sizes = dict.fromkeys(names, 8)
     given = {"shared": (), "reads_batch": False, "random": False, **options}
-    return ModelBlock(
-        name=f"b{number}", kind="Part", params={f"b{number}.weight": 8}, shape=shape, dtype="float32",
-        axes=axes, **times, **sizes, **given,
-    )  # fmt: skip
+    names_of = {"name": f"b{number}", "kind": "Part", "params": {f"b{number}.weight": 8}, "dtype": "float32"}
+    return ModelBlock.model_validate({**names_of, "shape": shape, "axes": axes, **times, **sizes, **given})
 
 
 def random_profile(draw: Random) -> Profile:
@@ -193,7 +191,8 @@ def on_another_rank_in_order(plan: ModelPlan, draw: Random) -> None:
 def column_on_another_rank(plan: ModelPlan, draw: Random) -> None:
     """Move a part of all micro-batches, and order all tasks anew."""
     places, at = spot(plan, draw)
-    places[(slice(None), slice(None), *at[2:])] = draw.randrange(plan.ranks)
+    everywhere = (slice(None), slice(None), *at[2:])
+    places[everywhere] = draw.randrange(plan.ranks)
     plan.orders = {}
     materialized(plan)
 

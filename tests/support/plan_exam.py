@@ -45,10 +45,9 @@ def difference(
         worst = max(worst, *_of_gradients(alone, parallel))
         for optimizer in optimizers:
             optimizer.step()
-    expected = alone.state_dict()
-    found = state_dict(parallel)
-    assert found.keys() == (expected.keys() if parallel.rank == 0 else set())
-    return max(worst, *(float((found[name] - expected[name]).abs().max()) for name in found), 0.0)
+    whole, found = alone.state_dict(), state_dict(parallel)
+    assert found.keys() == (whole.keys() if parallel.rank == 0 else set())
+    return max(worst, *(float((found[name] - whole[name]).abs().max()) for name in found), 0.0)
 
 
 def _loss(model: nn.Module, batch: Any, loss: Loss) -> Tensor:

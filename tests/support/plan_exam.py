@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import mcr_plus as mcr
 from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.checkpoint import state_dict
 from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.run import ParallelModel, parallelize
 
@@ -26,7 +27,10 @@ def difference(
     make: Callable[[], nn.Module], batches: Sequence[Any], plan_of: Callable[[Profile], ModelPlan],
     loss: Loss = None, whole_loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> float:  # fmt: skip
-    """Return the largest difference of losses and gradients, relative to the largest gradient of each."""
+    """Return the largest difference of losses and gradients, relative to the largest, and of parameters.
+
+    The parameters are those of the plan's checkpoint.
+    """
     torch.set_num_threads(1)
     alone, model = make(), make()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (alone, model)]
@@ -41,7 +45,9 @@ def difference(
         worst = max(worst, *_of_gradients(alone, parallel))
         for optimizer in optimizers:
             optimizer.step()
-    return worst
+    whole, found = alone.state_dict(), state_dict(parallel)
+    assert found.keys() == (whole.keys() if parallel.rank == 0 else set())
+    return max(worst, *(float((found[name] - whole[name]).abs().max()) for name in found), 0.0)
 
 
 def _loss(model: nn.Module, batch: Any, loss: Loss) -> Tensor:

@@ -180,7 +180,7 @@ class _Machine:
         found, grown = {rank}, True
         while grown:
             before = len(found)
-            for own in list(found):
+            for own in sorted(found):
                 for at in self.parts[block, micro, slice_].get(own, []):
                     for axis, how in enumerate(self.hows[block]):
                         if how in ("sum", "exchange", "gather", "halo"):

@@ -64,7 +64,7 @@ def test_every_named_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
             save_plan(plan, path)
             assert same(plan, load_plan(path, profile)), (name, ranks)
             written.add(name)
-    assert written == {*NAMED}
+    assert written == NAMED.keys() - {"interlaced"}  # it needs an embedding and a head
 
 
 def test_what_is_in_no_named_plan_is_written_too(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import typer
 from harness import HARDWARE, MCR_PLUS, ROOT, Dated, Hardware, Rounds
 
 import mcr_plus as mcr
+from mcr_plus.bucketing.live_bytes import LiveBytes
 from mcr_plus.bucketing.scaling import ClusterCosts, from_table
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.core.environment import cores
@@ -33,7 +34,6 @@ from mcr_plus.core.units import about
 from mcr_plus.errors import McrError
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.foretell import foretell
-from mcr_plus.plans.measuring import LiveBytes
 from mcr_plus.plans.memory import memory_of
 from mcr_plus.plans.named import NAMED, named
 from mcr_plus.plans.proof import ProvedPlan, prove

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,48 +11,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcr_plus.bucketing.live_bytes import LiveBytes
 from mcr_plus.errors import Unsupported
 from mcr_plus.plans.whole import WholeModel, nbytes_of, storage_key, tensors_in
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors in use that are made while it is on, and those added.
-
-    In the backward pass of other devices than the CPU it sees nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def add(self, value: Any) -> None:
-        """Count the tensors in nested containers, each storage once."""
-        for tensor in tensors_in(value):
-            if tensor.is_meta or tensor.is_sparse:
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._known:
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                gone = weakref.ref(storage, lambda _, key=key: self._drop(key))  # type: ignore[misc]
-                self._known[key] = gone, storage.nbytes()
-
-    def mark(self) -> tuple[int, int]:
-        """Return what is in use, and the most since the last mark."""
-        peak, self.peak = self.peak, self.now
-        return self.now, peak
-
-    def _drop(self, key: int) -> None:
-        self.now -= self._known.pop(key)[1]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        self.add(outputs)
-        return outputs
 
 
 class AxisBytes(NamedTuple):

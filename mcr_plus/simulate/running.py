@@ -22,9 +22,9 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
+from mcr_plus.bucketing.live_bytes import LiveBytes
 from mcr_plus.errors import BackendError
 from mcr_plus.rendezvous.world import World
-from mcr_plus.simulate.memory import TensorPeak
 from mcr_plus.simulate.recorder import CallRecorder, EnoughSteps
 from mcr_plus.simulate.records import RecordedRank
 from mcr_plus.simulate.world import SimulatedCluster
@@ -157,7 +157,7 @@ class SimulatedProgram:
         recorder = CallRecorder(rank, self.values, self.steps)
         world = World(rank, self.size, self.hosts, 300.0, None)
         SimulatedCluster(recorder, world).install()
-        tensors = TensorPeak() if self.memory else None
+        tensors = LiveBytes() if self.memory else None
         if tensors is not None:
             recorder.on_step = lambda step: tensors.stop() if step == MEASURED_FROM else None
             tensors.start()

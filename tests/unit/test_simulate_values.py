@@ -7,9 +7,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from mcr_plus.bucketing.live_bytes import LiveBytes
 from mcr_plus.core.kinds import KINDS, collective
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.simulate.memory import TensorPeak
 from mcr_plus.simulate.values import fill
 
 RANKS = 3
@@ -88,7 +88,7 @@ def test_what_another_rank_sent_is_received_and_else_zeros() -> None:
 
 def test_the_peak_counts_each_storage_once_and_forgets_those_that_are_freed() -> None:
     kib = 256  # elements of float32
-    tensors = TensorPeak()
+    tensors = LiveBytes()
     tensors.start()
     first = torch.zeros(8 * kib)
     views = [first.view(8, kib), first[:kib], first.t()]
@@ -98,6 +98,6 @@ def test_the_peak_counts_each_storage_once_and_forgets_those_that_are_freed() ->
     tensors.stop()
     fourth = torch.zeros(100 * kib)
     assert tensors.peak == 16 * 1024
-    assert tensors.bytes == 16 * 1024
+    assert tensors.now == 16 * 1024
     del first, views, third, fourth
-    assert tensors.bytes == 0
+    assert tensors.now == 0

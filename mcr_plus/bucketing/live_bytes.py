@@ -1,4 +1,4 @@
-"""Peak of the bytes of all tensors of a program."""
+"""Bytes of all tensors of a program, and their peak."""
 
 from __future__ import annotations
 
@@ -11,14 +11,31 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class TensorPeak(TorchDispatchMode):
-    """Counts the bytes of the storages that operators return, until they are freed."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators return while it is on, until they are freed.
+
+    In the backward pass of other devices than the CPU it sees nothing.
+
+    Attributes:
+        now: bytes in use. peak: the most at once, since the last `mark`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self.peak = 0
+        self.now = self.peak = 0
         self._known = WeakIdKeyDictionary()
         self._active = False
+
+    def add(self, value: Any) -> None:
+        """Count the tensors in nested containers, each storage once."""
+        for each in tree_iter(value):
+            if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_meta:
+                self._count(each.untyped_storage())
+
+    def mark(self) -> tuple[int, int]:
+        """Return what is in use, and the most since the last mark."""
+        peak, self.peak = self.peak, self.now
+        return self.now, peak
 
     def start(self) -> None:
         """Count from now on."""
@@ -36,17 +53,15 @@ class TensorPeak(TorchDispatchMode):
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a DTensor: then come the operators on its parts
         result = func(*args, **(kwargs or {}))
-        for each in tree_iter(result):
-            if isinstance(each, torch.Tensor) and each.layout == torch.strided:
-                self._count(each.untyped_storage())
+        self.add(result)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage not in self._known:
             self._known[storage] = size = storage.nbytes()
             weakref.finalize(storage, self._free, size)
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
+            self.now += size
+            self.peak = max(self.peak, self.now)
 
     def _free(self, size: int) -> None:
-        self.bytes -= size
+        self.now -= size

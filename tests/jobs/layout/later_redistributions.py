@@ -4,11 +4,11 @@ one rank makes alone.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import layout_oracle as oracle
@@ -148,7 +148,7 @@ def latest(backend: str) -> dict[str, Any]:
 def kept(backend: str) -> dict[str, Any]:
     """Run on two ranks; return the plans and buffers that a group keeps for `redistribute`."""
     report = Report()
-    do_redistribute: Any = sys.modules["mcr_plus.layout.redistribute"]
+    do_redistribute: Any = import_module("mcr_plus.layout.redistribute")
     with job(backend) as comm:
         rank, ranks = comm.rank, range(comm.size)
 

@@ -151,9 +151,11 @@ def search(
         best: number of plans to return. micro_batches: numbers to try; None: powers of two.
 
     Raises:
-        InvalidArgument: no plan has so little memory, and the text says how much more has one; or no
-            combination has so many ranks.
+        InvalidArgument: no plan has so little memory, and the text says how much more has one; or the
+            topology, or every combination, has another number of ranks.
     """
+    if not 1 <= ranks <= costs.topology.ranks:
+        raise InvalidArgument(f"ranks: {ranks}; the topology has {costs.topology.ranks}")
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest)
@@ -287,7 +289,7 @@ class _Tables:
         ])  # fmt: skip
 
     def _measured(self, tensor: int, pieces: int, outside: str | None) -> Any:
-        """Return times and bytes of blocks for the largest of `pieces` of the batch, on one of `tensor` ranks.
+        """Return times and bytes of blocks on one of `tensor` ranks, for the largest of `pieces` of a batch.
 
         The last parts are the largest.
         """

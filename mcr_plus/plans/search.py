@@ -295,6 +295,8 @@ class _Tables:
         """
         plan, _, _ = mesh(self.profile, tensor, tensor=tensor, micro_batches=pieces, outside=outside)
         check_random(plan)
+        whole = mesh(self.profile, tensor, tensor=tensor, outside=outside)[0]  # with fewer places to look at
+        held = RankMemory(ProvedPlan(whole, PlanTensors(whole), (), ()), tensor - 1)
         proved = ProvedPlan(plan, PlanTensors(plan), (), ())
         last, micro = tensor - 1, pieces - 1
         one = RankMemory(proved, last)
@@ -308,7 +310,7 @@ class _Tables:
             input_ = one.end_bytes(index, forward, "input") if index else 0
             output = one.end_bytes(index + 1, forward, "output") if index + 1 < len(plan.blocks) else 0
             transient = one.transient(backward)
-            fixed = one.fixed([index])
+            fixed = held.fixed([index])
             rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
             for cut in plan.cuts[index]:
                 for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
@@ -344,21 +346,25 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
         return Solution(math.inf, (), (), _NO_MEMORY)
     best = np.full((stages, count + 1, count + 1), np.inf)
     for stage in range(stages):
-        _stage_times(*_in_cells(costs, min(stages - stage, micro_batches), most), best[stage])
+        inflight = min(stages - stage, micro_batches)
+        if stage and inflight == micro_batches:
+            best[stage] = best[0]
+        else:
+            _stage_times(*_in_cells(costs, inflight, most), best[stage])
     sends = np.append(costs.sends[:-1], 0.0)
     seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
     if not np.isfinite(seconds):
-        inflight = np.minimum(stages - np.arange(stages), micro_batches)
-        return Solution(math.inf, (), (), int(_least_memory(*costs[2:8], inflight)))
+        alive = np.minimum(stages - np.arange(stages), micro_batches)
+        return Solution(math.inf, (), (), int(_least_memory(*costs[2:8], alive)))
     cuts = tuple(range(low, high) for low, high in pairwise(bounds.tolist()))
     again: list[int] = []
     peak = 0
     for stage, blocks in enumerate(cuts):
-        alive = min(stages - stage, micro_batches)
+        inflight = min(stages - stage, micro_batches)
         part = BlockCosts._make(each[blocks.start : blocks.stop] for each in costs)
-        flags = _recomputed(*_in_cells(part, alive, most))
+        flags = _recomputed(*_in_cells(part, inflight, most))
         again += (blocks.start + np.flatnonzero(flags)).tolist()
-        peak = max(peak, stage_memory(part, flags, alive))
+        peak = max(peak, stage_memory(part, flags, inflight))
     return Solution(float(seconds), cuts, tuple(again), peak)
 
 
@@ -398,7 +404,8 @@ def _stage_times(seconds, again, plain, small, transient, transient_again, outpu
     for begin in range(count):
         extra[:] = np.inf
         extra[0] = 0.0
-        base, used, most, most_again, follows = 0.0, 0, 0, 0, True
+        base, used, most, most_again = 0.0, 0, 0, 0
+        follows = plain[begin:].sum() + transient.max() + output.max() > CELLS  # some stage does not fit
         for end in range(begin, count):
             base += seconds[end]
             used += plain[end]

@@ -10,7 +10,7 @@ import typer
 from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
-    from mcr_plus.plans.search import FoundPlan, SearchResult
+    from mcr_plus.plans.search import FoundModelPlan, SearchResult
 
 
 def plan_parallel(
@@ -83,7 +83,7 @@ def _document(result: SearchResult) -> dict[str, Any]:
 def _print(result: SearchResult) -> None:
     from mcr_plus.core.units import about
 
-    def row(each: FoundPlan) -> tuple[str, ...]:
+    def row(each: FoundModelPlan) -> tuple[str, ...]:
         return f"{1e3 * each.step:.1f}", f"{1e3 * each.seconds:.1f}", about(each.peak), str(each.choice)
 
     best = result.plans[0]

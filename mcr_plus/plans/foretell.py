@@ -64,7 +64,7 @@ class PlannedSum(NamedTuple):
     held: Held
 
 
-class _Wait(NamedTuple):
+class _InnerOperation(NamedTuple):
     """An operation within a task, for which the rank waits."""
 
     kind: str
@@ -185,13 +185,13 @@ class _PlanStep:
         gathers = sum(each.kind == "all_gather_parameters" for each in inner)
         yield ComputeEvent(name, seconds * (1 + gathers))
 
-    def _within(self, task: PlanTask, rank: int) -> Iterator[_Wait]:
+    def _within(self, task: PlanTask, rank: int) -> Iterator[_InnerOperation]:
         plan, index = self.plan, task.block
         block = plan.blocks[index]
         if plan.held[index] == "parameters" and task.kind != "W":
             group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
             whole = round(parameter_share(plan, index, rank) * block.parameters)
-            yield _Wait("all_gather_parameters", whole, group, "plan.parameters")
+            yield _InnerOperation("all_gather_parameters", whole, group, "plan.parameters")
         for axis, cut in enumerate(plan.cuts[index]):
             if plan.how(index, cut) not in ("sum", "exchange") or task.kind == "W":
                 continue
@@ -202,7 +202,7 @@ class _PlanStep:
             for name in [name for name in cut.axes for _ in range(passes)]:
                 nbytes = round(share * block.axes[name].input)
                 if cut.outside is None:
-                    yield _Wait("all_reduce", nbytes, group, "plan.sums")
+                    yield _InnerOperation("all_reduce", nbytes, group, "plan.sums")
                 else:
-                    yield _Wait("all_gather", nbytes, group, "plan.sums")
-                    yield _Wait("reduce_scatter", nbytes, group, "plan.sums")
+                    yield _InnerOperation("all_gather", nbytes, group, "plan.sums")
+                    yield _InnerOperation("reduce_scatter", nbytes, group, "plan.sums")

@@ -18,33 +18,25 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
 from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.kernels.cpu import compiled
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
 from mcr_plus.plans.named import hybrid, mesh
 from mcr_plus.plans.proof import ProvedPlan, check_random, prove, seconds_of, share_of
+from mcr_plus.plans.stage_search import CELLS, BlockCosts, Floats, Ints, solve
 from mcr_plus.plans.tensors import PlanTensors
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-CELLS: Final = 1024
-"""Units of the memory bound."""
 SIMULATED: Final = 64
 """Most ranks of plans that are simulated in full."""
-_NO_MEMORY: Final = 1 << 62
 _UNBOUND: Final = 1 << 50
 
 
@@ -69,7 +61,7 @@ class PlanChoice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FoundPlan:
+class FoundModelPlan:
     """A plan that a search has found.
 
     `seconds`: of a step, by the search's model. `memory`: most bytes of a rank, by the same.
@@ -111,7 +103,7 @@ class FoundPlan:
 class SearchResult:
     """Plans by time, and a bound: computation shared evenly among all ranks, without communication."""
 
-    plans: tuple[FoundPlan, ...]
+    plans: tuple[FoundModelPlan, ...]
     bound: float
     tried: int
 
@@ -119,25 +111,6 @@ class SearchResult:
     def gap(self) -> float:
         """Part of the best plan's step that is beyond the bound."""
         return 1 - self.bound / self.plans[0].step
-
-
-class BlockCosts(NamedTuple):
-    """Of each block for one micro-batch on a rank: seconds, bytes kept, and the same if it is recomputed.
-
-    `fixed`: bytes of parameters, gradients and state. `transient`: bytes while it runs. `output`: bytes that
-    go to the next stage. `sends`: seconds of this. `sums`: seconds of the gradients' sum.
-    """
-
-    seconds: Floats
-    again: Floats
-    kept: Ints
-    kept_input: Ints
-    fixed: Ints
-    transient: Ints
-    transient_again: Ints
-    output: Ints
-    sends: Floats
-    sums: Floats
 
 
 def search(
@@ -160,7 +133,7 @@ def search(
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest)
     work = sum(block.forward + block.backward for block in profile.blocks)
-    found: list[FoundPlan] = []
+    found: list[FoundModelPlan] = []
     tried = 0
     nearest: tuple[int, BlockCosts, int, int] | None = None
     refused: InvalidArgument | None = None
@@ -177,7 +150,7 @@ def search(
             nearest = solved.memory, of_blocks, stages, choice.micro_batches
         if solved.seconds < worst:
             done = choice._replace(stages=solved.stages, recompute=solved.recompute)
-            found.append(FoundPlan(done, solved.seconds, solved.memory, profile, ranks, costs))
+            found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs))
             found.sort(key=lambda each: each.seconds)
             del found[2 * best :]
     if nearest is None:
@@ -200,15 +173,6 @@ def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batche
         if bound > most and math.isfinite(solve(costs, stages, micro_batches, bound).seconds):
             break
     return f"{number / 100:,.2f} MiB"
-
-
-def prepare() -> None:
-    """Compile the kernels of a search, or load them from disk."""
-    ones = np.ones(2)
-    few = np.ones(2, np.int64)
-    solve(BlockCosts(ones, ones, few, few, few, few, few, few, ones, ones), 1, 1, CELLS)
-    solve(BlockCosts(ones, ones, few * CELLS, few, few, few, few, few, ones, ones), 1, 1, CELLS)
-    solve(BlockCosts(ones, ones, few * CELLS, few * CELLS, few, few, few, few, ones, ones), 1, 1, CELLS)
 
 
 def _choices(
@@ -314,8 +278,8 @@ class _Tables:
             rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
             for cut in plan.cuts[index]:
                 for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
-                    inputs = share_of(proved.tensors, forward, cut, range(tensor)) * block.axes[name].input
-                    within[index, axes.index(name)] = round(inputs)
+                    share = share_of(proved.tensors, forward, cut, range(tensor))
+                    within[index, axes.index(name)] = round(share * block.axes[name].input)
         columns = list(zip(*rows, strict=True))
         floats, ints = (
             [np.array(each) for each in columns[:2]],
@@ -324,195 +288,3 @@ class _Tables:
         kepts, inputs, parameters, gradients, state, transients, transients_again, outputs = ints
         parts = parameters, gradients, state
         return (*floats, kepts, inputs, parts, transients, transients_again, outputs, within)
-
-
-class Solution(NamedTuple):
-    """Stages and recomputed blocks. Without any: infinite seconds. `memory`: bytes of the fullest stage."""
-
-    seconds: float
-    stages: tuple[range, ...]
-    recompute: tuple[int, ...]
-    memory: int
-
-
-def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: float = math.inf) -> Solution:
-    """Cut the blocks into stages, and choose what to recompute, for the least seconds under `most` bytes.
-
-    `worst`: seconds from which a solution is of no use.
-    """
-    count = len(costs.seconds)
-    whole = float(costs.seconds.sum())
-    if whole + (micro_batches - 1) * whole / stages >= worst:
-        return Solution(math.inf, (), (), _NO_MEMORY)
-    best = np.full((stages, count + 1, count + 1), np.inf)
-    for stage in range(stages):
-        inflight = min(stages - stage, micro_batches)
-        if stage and inflight == micro_batches:
-            best[stage] = best[0]
-        else:
-            _stage_times(*_in_cells(costs, inflight, most), best[stage])
-    sends = np.append(costs.sends[:-1], 0.0)
-    seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
-    if not np.isfinite(seconds):
-        alive = np.minimum(stages - np.arange(stages), micro_batches)
-        return Solution(math.inf, (), (), int(_least_memory(*costs[2:8], alive)))
-    cuts = tuple(range(low, high) for low, high in pairwise(bounds.tolist()))
-    again: list[int] = []
-    peak = 0
-    for stage, blocks in enumerate(cuts):
-        inflight = min(stages - stage, micro_batches)
-        part = BlockCosts._make(each[blocks.start : blocks.stop] for each in costs)
-        flags = _recomputed(*_in_cells(part, inflight, most))
-        again += (blocks.start + np.flatnonzero(flags)).tolist()
-        peak = max(peak, stage_memory(part, flags, inflight))
-    return Solution(float(seconds), cuts, tuple(again), peak)
-
-
-def stage_memory(costs: BlockCosts, again: NDArray[np.bool_], inflight: int) -> int:
-    """Return the bytes of a stage with these blocks, which keeps `inflight` micro-batches."""
-    kept = np.where(again, costs.kept_input, costs.kept).sum() * inflight
-    transient = (costs.transient_again if again.any() else costs.transient).max()
-    return int(costs.fixed.sum() + kept + transient + costs.output[-1] * inflight)
-
-
-def _in_cells(costs: BlockCosts, inflight: int, most: int) -> tuple[NDArray[Any], ...]:
-    """Return the times and memory of a stage's blocks, in units of the bound, for `_stage_times`."""
-    sizes = (
-        costs.fixed + costs.kept * inflight, costs.fixed + costs.kept_input * inflight, costs.transient,
-        costs.transient_again, costs.output * inflight,
-    )  # fmt: skip
-    return costs.seconds, costs.again, *(-(np.minimum(each, most + 1) * -CELLS // most) for each in sizes)
-
-
-@compiled
-def _more(extra, next_, plain, small, again):  # type: ignore[no-untyped-def]
-    """Set `next_` to the least additional seconds by cells, with one more block that is recomputed or not."""
-    next_[:] = np.inf
-    for cell in range(len(extra)):
-        if extra[cell] < np.inf:
-            if cell + plain < len(extra):
-                next_[cell + plain] = min(next_[cell + plain], extra[cell])
-            if cell + small < len(extra):
-                next_[cell + small] = min(next_[cell + small], extra[cell] + again)
-
-
-@compiled
-def _stage_times(seconds, again, plain, small, transient, transient_again, output, best):  # type: ignore[no-untyped-def]
-    """Set best[i, j] to the least seconds of a stage of blocks i to j-1 that fits; infinity if none does."""
-    count = len(seconds)
-    extra, next_ = np.empty(CELLS + 1), np.empty(CELLS + 1)
-    for begin in range(count):
-        extra[:] = np.inf
-        extra[0] = 0.0
-        base, used, most, most_again = 0.0, 0, 0, 0
-        follows = plain[begin:].sum() + transient.max() + output.max() > CELLS  # some stage does not fit
-        for end in range(begin, count):
-            base += seconds[end]
-            used += plain[end]
-            most, most_again = max(most, transient[end]), max(most_again, transient_again[end])
-            if follows:
-                _more(extra, next_, plain[end], small[end], again[end])
-                extra, next_ = next_, extra
-            if used + most + output[end] <= CELLS:
-                best[begin, end + 1] = base
-                continue
-            least = np.inf
-            for cell in range(CELLS + 1 - most_again - output[end]):
-                least = min(least, extra[cell])
-            best[begin, end + 1] = base + least
-            follows = extra.min() < np.inf
-
-
-@compiled
-def _recomputed(seconds, again, plain, small, transient, transient_again, output):  # type: ignore[no-untyped-def]
-    """Return which blocks of a stage are recomputed in the least time."""
-    count = len(seconds)
-    found = np.zeros(count, np.bool_)
-    if plain.sum() + transient.max() + output[count - 1] <= CELLS:
-        return found
-    table = np.empty((count + 1, CELLS + 1))
-    table[0] = np.inf
-    table[0, 0] = 0.0
-    for block in range(count):
-        _more(table[block], table[block + 1], plain[block], small[block], again[block])
-    at = np.argmin(table[count, : CELLS + 1 - transient_again.max() - output[count - 1]])
-    for block in range(count - 1, -1, -1):
-        before = at - plain[block]
-        found[block] = before < 0 or table[block, before] != table[block + 1, at]
-        at = at - small[block] if found[block] else before
-    return found
-
-
-@compiled
-def _with_most(best, sends, sums, limit, times, firsts):  # type: ignore[no-untyped-def]
-    """Return the least sum of stages of at most `limit` seconds; `firsts[s, j]`: where stage s begins."""
-    stages, count = best.shape[0], best.shape[1] - 1
-    times[:] = np.inf
-    times[0, 0] = 0.0
-    for stage in range(stages):
-        for end in range(stage + 1, count + 1):
-            for begin in range(stage, end):
-                own = best[stage, begin, end]
-                if max(own, sends[end - 1]) > limit or times[stage, begin] == np.inf:
-                    continue
-                own += sends[end - 1]
-                if stage == 0:
-                    for block in range(end):
-                        own += sums[block]
-                if times[stage, begin] + own < times[stage + 1, end]:
-                    times[stage + 1, end] = times[stage, begin] + own
-                    firsts[stage, end] = begin
-    return times[stages, count]
-
-
-@compiled
-def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-def]
-    """Return the least seconds of a step, and the bounds of its stages."""
-    stages, count = best.shape[0], best.shape[1] - 1
-    limits = np.empty(stages * count * (count + 1) // 2)
-    number = 0
-    for stage in range(stages):
-        for begin in range(count):
-            for end in range(begin + 1, count + 1):
-                limits[number] = max(best[stage, begin, end], sends[end - 1])
-                number += 1
-    limits = np.unique(limits)
-    times, firsts = np.empty((stages + 1, count + 1)), np.zeros((stages, count + 1), np.int64)
-    bounds = np.zeros(stages + 1, np.int64)
-    low, high = 0, len(limits) - 1  # the first limit that allows stages
-    while low < high:
-        middle = (low + high) // 2
-        if _with_most(best, sends, sums, limits[middle], times, firsts) < np.inf:
-            high = middle
-        else:
-            low = middle + 1
-    least = np.inf
-    for number in range(low, len(limits)):
-        limit = limits[number]
-        if limit == np.inf or whole + (micro_batches - 1) * limit >= least:
-            break
-        step = _with_most(best, sends, sums, limit, times, firsts) + (micro_batches - 1) * limit
-        if step < least:
-            least = step
-            bounds[stages] = count
-            for stage in range(stages - 1, -1, -1):
-                bounds[stage] = firsts[stage, bounds[stage + 1]]
-    return least, bounds
-
-
-@compiled
-def _least_memory(kept, kept_input, fixed, transient, transient_again, output, inflight):  # type: ignore[no-untyped-def]
-    """Return the fewest bytes of the fullest stage: see `stage_memory`."""
-    stages, count = len(inflight), len(kept)
-    least = np.full((stages + 1, count + 1), np.inf)
-    least[0, 0] = 0.0
-    for stage in range(stages):
-        for begin in range(stage, count):
-            plain, again, most, most_again = 0.0, 0.0, 0.0, 0.0
-            for end in range(begin, count):
-                plain += fixed[end] + kept[end] * inflight[stage]
-                again += fixed[end] + min(kept[end], kept_input[end]) * inflight[stage]
-                most, most_again = max(most, transient[end]), max(most_again, transient_again[end])
-                own = min(plain + most, again + most_again) + output[end] * inflight[stage]
-                least[stage + 1, end + 1] = min(least[stage + 1, end + 1], max(least[stage, begin], own))
-    return least[stages, count]

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from example_runs import launch
 
-TINY = ("--layers", 2, "--hidden", 16, "--heads", 2, "--sequence", 16, "--batch", 4, "--steps", 3, "--lr", 0.01)
+TINY = (
+    *("--layers", 2, "--hidden", 16, "--heads", 2, "--sequence", 16),
+    *("--batch", 4, "--steps", 3, "--lr", 0.01),
+)
 
 
 def gpt(folder: Path, *words: object) -> dict[str, Any]:

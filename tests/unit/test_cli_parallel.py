@@ -93,7 +93,9 @@ def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
         (["--report", "."], ["--report"]),
     ],
 )
-def test_wrong_options(folder: Path, words: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_options(
+    folder: Path, words: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     answer = plan(folder, *words)
     assert answer.returncode == 2, answer

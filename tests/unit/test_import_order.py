@@ -54,7 +54,10 @@ ORDER = (
 # Removable folders, and the removable folders that each uses. The path of an operation uses none.
 CAPABILITIES: dict[str, set[str]] = {
     "bucketing": set(),
-    "cli": {"bucketing", "launch", "layout", "observe", "reliability", "reproducible", "tuning", "parallel"},
+    "cli": {
+        *("bucketing", "launch", "layout", "observe", "reliability", "reproducible", "tuning", "parallel"),
+        "plans",
+    },
     "elasticity": {"local_sgd", "training"},
     "horovod": {"observe", "training"},
     "launch": set(),

@@ -16,7 +16,8 @@ from tiers import examples
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.foretell import cluster_costs
 from mcr_plus.plans.memory import memory_of
-from mcr_plus.plans.search import CELLS, BlockCosts, search, solve
+from mcr_plus.plans.search import search
+from mcr_plus.plans.stage_search import CELLS, BlockCosts, solve
 
 MIB = 1 << 20
 Costs = dict[str, list[Any]]

@@ -126,7 +126,7 @@ class ModelPlan:
         self.cuts: list[tuple[BlockCut, ...]] = [()] * count
         self.recomputed, self.split = [False] * count, [False] * count
         self.held: list[Held] = ["whole"] * count
-        self.places = [np.full((self.micro_batches, self.slices), -1) for _ in range(count)]
+        self.places: list[Ints] = [np.full((self.micro_batches, self.slices), -1) for _ in range(count)]
         self.orders: dict[int, list[PlanTask]] = {}
         self.befores: list[tuple[PlanTask, PlanTask]] = []
 

@@ -166,7 +166,7 @@ def search(
 
 def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batches: int) -> str:
     """Return what a bound lacks for a combination that needs at least `least` bytes; sizes are rounded up."""
-    hundredth = (1 << 20) / 100
+    hundredth, number = (1 << 20) / 100, 0
     for cells in range(min(len(costs.seconds) + 2, CELLS - 1) + 1):
         number = math.ceil((least * CELLS / (CELLS - cells) - most) / hundredth)
         bound = most + math.floor(number * hundredth)

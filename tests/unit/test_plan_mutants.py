@@ -23,7 +23,9 @@ Mutate = Callable[[ModelPlan, Random], None]
 
 def block(number: int, shape: tuple[int, ...], axes: dict[str, Axis], **options: Any) -> ModelBlock:
     times = {"forward": 1.0 + number % 3, "backward": 2.0, "recompute": 1.0}
-    sizes = dict.fromkeys(("gradients", "optimizer", "saved", "saved_before", "output"), 8)
+    times |= {"forward_fixed": 0.0, "backward_fixed": 0.0}
+    names = ("gradients", "optimizer", "saved", "saved_before", "transient", "through", "output")
+    sizes = dict.fromkeys(names, 8)
     given = {"shared": (), "reads_batch": False, "random": False, **options}
     return ModelBlock(
         name=f"b{number}", kind="Part", params={f"b{number}.weight": 8}, shape=shape, dtype="float32",

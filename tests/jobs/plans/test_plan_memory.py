@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from plan_exam import profile_of
-from plan_training import LanguageModel, Losses, Shape
 from ranks import run_ranks
 from torch import Tensor
+from transformer import LanguageModel, Losses, Shape
 
 import mcr_plus as mcr
 from mcr_plus.plans.measuring import LiveBytes

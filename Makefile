@@ -25,7 +25,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check
 runs := $(venv)/.runs-$(MPI)# mcr_plus and what it needs
 stamp := $(venv)/.installed-$(MPI)# tools for tests and checks too
 warm := $(venv)/.compiled# kernels, as they are now
-kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr_plus/reliability/verify/*.py mcr_plus/bucketing/*.py mcr_plus/parallel/*.py)
+kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr_plus/reliability/verify/*.py mcr_plus/bucketing/*.py mcr_plus/parallel/*.py mcr_plus/plans/stage_search.py)
 
 # Tests start hundreds of processes; without bytecode each would compile the modules of the library again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -151,7 +151,7 @@ class Tables(nn.Module):
         """Vectors [n, 26, dim] for rows `sparse` [n, 26]."""
         questions, group = sparse.t().reshape(-1), self.group
         if group is None:
-            received, asking = questions, [len(questions)]
+            received, asking, asked = questions, [len(questions)], [len(questions)]
         else:
             told = torch.tensor([len(sparse), self.tables])
             heard = told.new_empty(group.size, 2)

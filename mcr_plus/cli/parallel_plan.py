@@ -29,6 +29,9 @@ def plan_parallel(
 
     if topology is None:
         raise typer.BadParameter("expected a cluster.yaml with nodes and links", param_hint="--topology")
+    for path, hint in ((output, "-o"), (report, "--report")):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise typer.BadParameter(f"{path}: expected a file in a folder that exists", param_hint=hint)
     cluster = Topology.load(topology)
     try:
         most = None if memory is None else parse_size(memory)

@@ -158,14 +158,14 @@ def _buffers() -> None:
 def _plans() -> None:
     from mcr_plus.bucketing import cut_search, events, search, simulate
     from mcr_plus.kernels.compiling import preparing
-    from mcr_plus.plans import solver
+    from mcr_plus.plans import stage_search
 
     with preparing("plans"):
         search.prepare()
         simulate.prepare()
         cut_search.prepare()
         events.prepare()
-        solver.prepare()
+        stage_search.prepare()
 
 
 def _experts() -> None:

@@ -72,7 +72,8 @@ class SavedModelPlan(StrictModel):
                     plan.replicate(index, parts)
             plan.recomputed[index], plan.split[index] = block.recomputed, block.split
             plan.held[index] = block.held
-            plan.places[index] = np.array(block.places, np.int64).reshape(plan.places[index].shape)
+            places: Any = np.array(block.places, np.int64)
+            plan.places[index] = places.reshape(plan.places[index].shape)
         plan.orders = {rank: [_task(text) for text in order] for rank, order in self.orders.items()}
         plan.befores = [(_task(first), _task(second)) for first, second in self.befores]
         if sorted(plan.orders) != list(range(self.ranks)):

@@ -372,7 +372,8 @@ class _Order:
         if len(found) < len(self.runs):
             raise InvalidArgument(self._circle(next(n for n, count in enumerate(left) if count), left))
         found.sort(key=lambda number: starts[number])  # stable: equal ones stay in the order of the graph
-        return tuple(TaskRun(*self.runs[n], float(starts[n]), float(ends[n])) for n in found)
+        made = ((*self.runs[number], float(starts[number]), float(ends[number])) for number in found)
+        return tuple(TaskRun(task, ranks, start, end) for task, ranks, start, end in made)
 
     def _circle(self, number: int, left: list[int]) -> str:
         """Describe tasks that wait for each other."""

@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
 from mcr_plus.bucketing.simulation_result import Timeline
@@ -33,11 +32,8 @@ from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
 from mcr_plus.plans.named import hybrid, mesh
 from mcr_plus.plans.proof import ProvedPlan, check_random, prove, seconds_of, share_of
-from mcr_plus.plans.solver import CELLS, BlockCosts, solve
+from mcr_plus.plans.stage_search import CELLS, BlockCosts, Floats, Ints, solve
 from mcr_plus.plans.tensors import PlanTensors
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 SIMULATED: Final = 64
 """Most ranks of plans that are simulated in full."""
@@ -128,9 +124,11 @@ def search(
         best: number of plans to return. micro_batches: numbers to try; None: powers of two.
 
     Raises:
-        InvalidArgument: no plan has so little memory, and the text says how much more has one; or no
-            combination has so many ranks.
+        InvalidArgument: no plan has so little memory, and the text says how much more has one; or the
+            topology, or every combination, has another number of ranks.
     """
+    if not 1 <= ranks <= costs.topology.ranks:
+        raise InvalidArgument(f"ranks: {ranks}; the topology has {costs.topology.ranks}")
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest)
@@ -168,7 +166,7 @@ def search(
 
 def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batches: int) -> str:
     """Return what a bound lacks for a combination that needs at least `least` bytes; sizes are rounded up."""
-    hundredth = (1 << 20) / 100
+    hundredth, number = (1 << 20) / 100, 0
     for cells in range(min(len(costs.seconds) + 2, CELLS - 1) + 1):
         number = math.ceil((least * CELLS / (CELLS - cells) - most) / hundredth)
         bound = most + math.floor(number * hundredth)
@@ -255,12 +253,14 @@ class _Tables:
         ])  # fmt: skip
 
     def _measured(self, tensor: int, pieces: int, outside: str | None) -> Any:
-        """Return times and bytes of blocks for the largest of `pieces` of the batch, on one rank of `tensor`.
+        """Return times and bytes of blocks on one of `tensor` ranks, for the largest of `pieces` of a batch.
 
         The last parts are the largest.
         """
         plan, _, _ = mesh(self.profile, tensor, tensor=tensor, micro_batches=pieces, outside=outside)
         check_random(plan)
+        whole = mesh(self.profile, tensor, tensor=tensor, outside=outside)[0]  # with fewer places to look at
+        held = RankMemory(ProvedPlan(whole, PlanTensors(whole), (), ()), tensor - 1)
         proved = ProvedPlan(plan, PlanTensors(plan), (), ())
         last, micro = tensor - 1, pieces - 1
         one = RankMemory(proved, last)
@@ -274,15 +274,17 @@ class _Tables:
             input_ = one.end_bytes(index, forward, "input") if index else 0
             output = one.end_bytes(index + 1, forward, "output") if index + 1 < len(plan.blocks) else 0
             transient = one.transient(backward)
-            fixed = one.fixed([index])
+            fixed = held.fixed([index])
             rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
             for cut in plan.cuts[index]:
                 for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
                     share = share_of(proved.tensors, forward, cut, range(tensor))
                     within[index, axes.index(name)] = round(share * block.axes[name].input)
         columns = list(zip(*rows, strict=True))
-        floats = [np.array(each) for each in columns[:2]]
-        ints = [np.array(each, np.int64) for each in columns[2:]]
+        floats, ints = (
+            [np.array(each) for each in columns[:2]],
+            [np.array(each, np.int64) for each in columns[2:]],
+        )
         kepts, inputs, parameters, gradients, state, transients, transients_again, outputs = ints
         parts = parameters, gradients, state
         return (*floats, kepts, inputs, parts, transients, transients_again, outputs, within)

@@ -19,12 +19,14 @@ TINY = (
 )
 
 
-def launch(example: str, *arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run `mcr-plus run -n RANKS examples/EXAMPLE/train.py ARGUMENTS`."""
+def launch(
+    example: str, *arguments: object, ranks: int = 2, program: str = "train.py"
+) -> subprocess.CompletedProcess[str]:
+    """Run `mcr-plus run -n RANKS examples/EXAMPLE/PROGRAM ARGUMENTS`."""
     runner = ("-m", "mpi4py") if mpi_usable() else ()  # as `mcr-plus run` starts a Python file
     python = nursery().python
     command = [python, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), python, *runner]
-    return _run([*command, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
+    return _run([*command, str(EXAMPLES / example / program), *map(str, arguments)])
 
 
 def alone(example: str, *arguments: object) -> subprocess.CompletedProcess[str]:

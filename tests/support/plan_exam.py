@@ -17,9 +17,11 @@ from mcr_plus.plans.run import ParallelModel, parallelize
 Loss = Callable[..., Tensor] | None
 
 
-def profile_of(model: nn.Module, batch: Any, loss: Loss) -> Profile:
+def profile_of(
+    model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer | None = None
+) -> Profile:
     """Return the profile that rank 0 has measured."""
-    found = mcr.profile(model, batch, loss=loss, repeats=1)
+    found = mcr.profile(model, batch, optimizer=optimizer, loss=loss, repeats=1)
     return Profile.model_validate_json(mcr.broadcast_object(found.model_dump_json(), 0))
 
 

@@ -13,7 +13,7 @@ import pytest
 from plan_blocks import ITEMS, LENGTH, WIDTH, chain, layer
 
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.plans.blocks import Axis, Profile
+from mcr_plus.plans.blocks import Axis, How, Profile
 from mcr_plus.plans.language import ModelPlan, PlanTask
 from mcr_plus.plans.named import NAMED, hybrid, named, terapipe
 from mcr_plus.plans.plan_file import load_plan, save_plan
@@ -25,11 +25,9 @@ Document = dict[str, Any]
 def everything() -> Profile:
     """Return blocks with every axis that a plan's name needs."""
     blocks = [layer(number, kind="Linear") for number in range(6)]
-    for number, axis, how in (
-        (1, "hidden", "columns"),
-        (2, "experts", "exchange"),
-        (3, "tables", "exchange"),
-    ):
+    cuts: tuple[tuple[int, str, How], ...]
+    cuts = (1, "hidden", "columns"), (2, "experts", "exchange"), (3, "tables", "exchange")
+    for number, axis, how in cuts:
         axes = {**blocks[number].axes, axis: Axis(dims=(), parts=(WIDTH if number == 1 else 4,), how=how)}
         del axes["heads"]
         blocks[number] = blocks[number].model_copy(update={"axes": axes})
@@ -86,8 +84,8 @@ def load_plan_slices(plan: ModelPlan, path: Path, profile: Profile) -> list[int]
     return load_plan(path, profile).slice_ends
 
 
-def place(document: Document, block: int = 0) -> list[int]:
-    found: list[int] = document["blocks"][block]["places"]
+def place(document: Document, block: int = 0) -> list[Any]:
+    found: list[Any] = document["blocks"][block]["places"]
     return found
 
 

@@ -242,6 +242,7 @@ MUTATIONS: tuple[Mutate, ...] = (
 
 def mutants(seed: int, count: int) -> Iterator[tuple[str, ModelPlan]]:
     draw = random.Random(seed)
+    plan = random_plan(draw)
     for number in range(count):
         if number % len(MUTATIONS) == 0:
             plan = random_plan(draw)

@@ -1,7 +1,4 @@
-"""Cut blocks into stages, and choose what to recompute: exact, for the time of 1F1B under a bound of memory.
-
-See `search` for the model of time and memory.
-"""
+"""Stages of a pipeline and blocks to recompute, for the least time under a bound of memory; see `search`."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ Ints = NDArray[np.int64]
 
 CELLS: Final = 1024
 """Units of the memory bound."""
-NO_MEMORY: Final = 1 << 62
-"""Bytes that a solution which was not looked for needs."""
+_NO_MEMORY: Final = 1 << 62
 
 
 class BlockCosts(NamedTuple):
@@ -42,6 +38,15 @@ class BlockCosts(NamedTuple):
     sums: Floats
 
 
+def prepare() -> None:
+    """Compile the kernels of a search, or load them from disk."""
+    ones = np.ones(2)
+    few = np.ones(2, np.int64)
+    solve(BlockCosts(ones, ones, few, few, few, few, few, few, ones, ones), 1, 1, CELLS)
+    solve(BlockCosts(ones, ones, few * CELLS, few, few, few, few, few, ones, ones), 1, 1, CELLS)
+    solve(BlockCosts(ones, ones, few * CELLS, few * CELLS, few, few, few, few, ones, ones), 1, 1, CELLS)
+
+
 class Solution(NamedTuple):
     """Stages and recomputed blocks. Without any: infinite seconds. `memory`: bytes of the fullest stage."""
 
@@ -59,24 +64,28 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
     count = len(costs.seconds)
     whole = float(costs.seconds.sum())
     if whole + (micro_batches - 1) * whole / stages >= worst:
-        return Solution(math.inf, (), (), NO_MEMORY)
+        return Solution(math.inf, (), (), _NO_MEMORY)
     best = np.full((stages, count + 1, count + 1), np.inf)
     for stage in range(stages):
-        _stage_times(*_in_cells(costs, min(stages - stage, micro_batches), most), best[stage])
+        inflight = min(stages - stage, micro_batches)
+        if stage and inflight == micro_batches:
+            best[stage] = best[0]
+        else:
+            _stage_times(*_in_cells(costs, inflight, most), best[stage])
     sends = np.append(costs.sends[:-1], 0.0)
     seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
     if not np.isfinite(seconds):
-        inflight = np.minimum(stages - np.arange(stages), micro_batches)
-        return Solution(math.inf, (), (), int(_least_memory(*costs[2:8], inflight)))
+        alive = np.minimum(stages - np.arange(stages), micro_batches)
+        return Solution(math.inf, (), (), int(_least_memory(*costs[2:8], alive)))
     cuts = tuple(range(low, high) for low, high in pairwise(bounds.tolist()))
     again: list[int] = []
     peak = 0
     for stage, blocks in enumerate(cuts):
-        alive = min(stages - stage, micro_batches)
+        inflight = min(stages - stage, micro_batches)
         part = BlockCosts._make(each[blocks.start : blocks.stop] for each in costs)
-        flags = _recomputed(*_in_cells(part, alive, most))
+        flags = _recomputed(*_in_cells(part, inflight, most))
         again += (blocks.start + np.flatnonzero(flags)).tolist()
-        peak = max(peak, stage_memory(part, flags, alive))
+        peak = max(peak, stage_memory(part, flags, inflight))
     return Solution(float(seconds), cuts, tuple(again), peak)
 
 
@@ -116,7 +125,8 @@ def _stage_times(seconds, again, plain, small, transient, transient_again, outpu
     for begin in range(count):
         extra[:] = np.inf
         extra[0] = 0.0
-        base, used, most, most_again, follows = 0.0, 0, 0, 0, True
+        base, used, most, most_again = 0.0, 0, 0, 0
+        follows = plain[begin:].sum() + transient.max() + output.max() > CELLS  # some stage does not fit
         for end in range(begin, count):
             base += seconds[end]
             used += plain[end]
@@ -227,12 +237,3 @@ def _least_memory(kept, kept_input, fixed, transient, transient_again, output, i
                 own = min(plain + most, again + most_again) + output[end] * inflight[stage]
                 least[stage + 1, end + 1] = min(least[stage + 1, end + 1], max(least[stage, begin], own))
     return least[stages, count]
-
-
-def prepare() -> None:
-    """Compile the kernels of a search, or load them from disk."""
-    ones = np.ones(2)
-    few = np.ones(2, np.int64)
-    solve(BlockCosts(ones, ones, few, few, few, few, few, few, ones, ones), 1, 1, CELLS)
-    solve(BlockCosts(ones, ones, few * CELLS, few, few, few, few, few, ones, ones), 1, 1, CELLS)
-    solve(BlockCosts(ones, ones, few * CELLS, few * CELLS, few, few, few, few, ones, ones), 1, 1, CELLS)

@@ -1,0 +1,128 @@
+"""`mcr-plus plan --parallel`: its output, files and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import Answer, mcr_plus
+from plan_blocks import chain, layer
+
+from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.plan_file import load_plan
+from mcr_plus.plans.proof import prove
+
+MIB = 1 << 20
+CLUSTER = """\
+nodes: 2
+ranks_per_node: 2
+links:
+  inside: {rate: 10GB/s, latency: 2us}
+  nic: {rate: 1Gbit/s, latency: 20us}
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Profile:
+    return chain([layer(number, params=4 * MIB, saved=8 * MIB, output=MIB) for number in range(4)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, profile: Profile) -> Path:
+    profile.save(tmp_path / "profile.json")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    return tmp_path
+
+
+def plan(folder: Path, *words: object, topology: bool = True) -> Answer:
+    given = ("--topology", folder / "cluster.yaml") if topology else ()
+    return mcr_plus("plan", "--parallel", folder / "profile.json", *given, *words)
+
+
+def test_the_document(folder: Path) -> None:
+    answer = plan(folder, "--memory", "60MiB", "--json")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    document = json.loads(answer.stdout)
+    assert document.keys() == {"bound_ms", "gap", "tried", "plans"}
+    plans = document["plans"]
+    assert 1 <= len(plans) <= 4
+    assert plans[0].keys() == {
+        "data", "tensor", "micro_batches", "held", "outside", "stages", "recompute", "step_ms", "model_ms",
+        "peak_bytes",
+    }  # fmt: skip
+    for each in plans:
+        assert each["data"] * each["tensor"] * len(each["stages"]) == 4
+        assert [block for low, high in each["stages"] for block in range(low, high)] == [0, 1, 2, 3]
+        assert each["peak_bytes"] <= 60 * MIB
+    steps = [each["step_ms"] for each in plans]
+    assert steps == sorted(steps)
+    assert document["bound_ms"] == pytest.approx(1e3 * 4 * 0.03 / 4)
+    assert document["gap"] == pytest.approx(1 - document["bound_ms"] / steps[0])
+
+
+def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
+    answer = plan(folder, "-o", folder / "plan.json", "--report", folder / "plan.html", "--ranks", 2)
+    assert answer.returncode == 0, answer.stderr
+    document = json.loads(plan(folder, "--ranks", 2, "--json").stdout)
+    best = document["plans"][0]
+    assert f"step {best['step_ms']:.1f} ms" in answer.stdout
+    assert "bound" in answer.stdout
+    assert "stage 0:" in answer.stdout
+    assert str(folder / "plan.json") in answer.stdout + answer.stderr
+    proved = prove(load_plan(folder / "plan.json", profile))
+    assert (proved.plan.ranks, proved.plan.micro_batches) == (2, best["micro_batches"])
+    page = (folder / "plan.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert page.count("<rect") == sum(len(run.ranks) for run in proved.runs)
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["--memory", "2MB"], ["--memory", "MiB"]),
+        (["--memory", "much"], ["--memory", "64KiB"]),
+        (["--memory", "1MiB"], ["nearest plan needs", "MiB more"]),
+        (["--memory", "0"], ["MiB more"]),
+        (["--what-if", "nic=1Gbit/s"], ["--what-if", "--parallel"]),
+        (["--measured-on", "cluster.yaml"], ["--measured-on", "--parallel"]),
+        (["step.json"], ["STEP", "--parallel"]),
+        (["--ranks", "5"], ["ranks: 5", "has 4"]),
+        (["--ranks", "0"], ["--ranks"]),
+        (["-o", "no/such/plan.json"], ["-o", "no/such/plan.json"]),
+        (["--report", "."], ["--report"]),
+    ],
+)
+def test_wrong_options(
+    folder: Path, words: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    answer = plan(folder, *words)
+    assert answer.returncode == 2, answer
+    assert answer.stdout == ""
+    assert "Traceback" not in answer.stderr
+    for text in texts:
+        assert text in answer.stderr
+
+
+def test_a_topology_is_needed(folder: Path) -> None:
+    answer = plan(folder, topology=False)
+    assert answer.returncode == 2
+    assert "--topology" in answer.stderr
+    answer = mcr_plus("plan", "--memory", "2GiB")
+    assert answer.returncode == 2
+    assert "--parallel" in answer.stderr
+
+
+def test_links_without_rates_and_files_that_are_none(folder: Path) -> None:
+    (folder / "cluster.yaml").write_text("nodes: 2\nranks_per_node: 2\n")
+    (folder / "none.yaml").write_text("version: 1\nbackends: [local]\n")
+    answer = plan(folder, "--config", folder / "none.yaml")
+    assert answer.returncode != 0
+    assert "link" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    for name, text in (("profile.json", "{"), ("cluster.yaml", "nodes: -1\n")):
+        (folder / name).write_text(text)
+        answer = plan(folder)
+        assert answer.returncode == 2, answer
+        assert name in answer.stderr

@@ -261,10 +261,12 @@ def refusal(plan: ModelPlan) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
-def test_the_proof_refuses_exactly_the_wrong_mutants(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 80), *(pytest.param(seed, 200, marks=pytest.mark.long) for seed in range(5))]
+)
+def test_the_proof_refuses_exactly_the_wrong_mutants(seed: int, count: int) -> None:
     accepted = 0
-    for what, mutant in mutants(seed, 200):
+    for what, mutant in mutants(seed, count):
         wrong, refused = error_of(mutant), refusal(mutant)
         assert (wrong is None) == (refused is None), f"{what}: {wrong}; the proof: {refused}"
         accepted += refused is None
@@ -273,4 +275,4 @@ def test_the_proof_refuses_exactly_the_wrong_mutants(seed: int) -> None:
             assert re.search(names, refused), refused
             where = r"rank \d|has no rank|^before: |ranks of each other|number of replicas"
             assert re.search(where, refused), refused
-    assert 10 < accepted < 150  # some mutants are as good as the plan
+    assert count / 20 < accepted < 3 * count / 4  # some mutants are as good as the plan

@@ -69,7 +69,7 @@ def fits(spec: Spec, ranks: int) -> bool:
 
 
 @needs_mpi
-@pytest.mark.short("gpt-4]")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "every"), [("gpt", 4), ("gpt", 1), ("mlp", 1), ("separate", 1), ("grouped", 1)]
 )
@@ -85,6 +85,7 @@ def test_twenty_steps(case: str) -> None:
 
 
 @needs_mpi
+@pytest.mark.long
 def test_ranks_without_blocks_and_low_precision() -> None:
     idle = [{"case": case, "plan": "idle", "optimizer": "sgd"} for case in ("gpt", "mlp")]
     low = [

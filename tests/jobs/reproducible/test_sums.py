@@ -197,7 +197,7 @@ def in_slices() -> list[str]:
     return wrong
 
 
-@pytest.mark.short("3")
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_large_sums_travel_in_slices(ranks: int) -> None:
     for result in run_ranks(in_slices, ranks, via="mpi" if "mpi" in LIBRARIES else "torch"):

@@ -66,7 +66,7 @@ def trained() -> dict[str, float]:
     return found
 
 
-@pytest.mark.short("2]")
+@pytest.mark.long  # two ranks: test_parallelize.py has terapipe, too
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_slices_train_as_one_process(ranks: int) -> None:
     for result in run_ranks(trained, ranks):

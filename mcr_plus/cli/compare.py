@@ -49,7 +49,7 @@ def _print(first: Parting) -> None:
     from mcr_plus.errors import phrase_ranks
 
     pair, ranks = list(zip("AB", first.operations, strict=True)), phrase_ranks(first.ranks)
-    others = f"; there too part {phrase_ranks(first.others)}" if first.others else ""
+    others = f"; it shows on {phrase_ranks(first.others)}, too" if first.others else ""
     why = (
         ", and no rank's input"
         if first.has_inputs

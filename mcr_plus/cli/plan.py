@@ -46,7 +46,8 @@ def plan(
         typer.Option(help="A change, such as nic=100Gbit/s, compress=int8_block or compute=0.8."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the plan as pipeline YAML.")
+        Path | None,
+        typer.Option("-o", "--output", help="Write the plan: pipeline YAML, or with --parallel JSON."),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write a report as HTML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,

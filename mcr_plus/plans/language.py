@@ -119,8 +119,12 @@ class ModelPlan:
         ):  # fmt: skip
             for block in profile.blocks:
                 if parts > 1 and (axis not in block.axes or parts > block.axes[axis].parts[0]):
-                    has = block.axes[axis].parts[0] if axis in block.axes else "no such axis"
-                    raise InvalidArgument(f"{what}: {parts}; {block.name} has {axis}: {has}")
+                    has = (
+                        f"has {axis}: {block.axes[axis].parts[0]}"
+                        if axis in block.axes
+                        else f"has no axis {axis!r}"
+                    )
+                    raise InvalidArgument(f"{what}: {parts}; block {block.name} ({block.kind}) {has}")
         self.slice_ends = self._slice_ends(given)
         count = len(profile.blocks)
         self.cuts: list[tuple[BlockCut, ...]] = [()] * count
@@ -129,6 +133,14 @@ class ModelPlan:
         self.places: list[Ints] = [np.full((self.micro_batches, self.slices), -1) for _ in range(count)]
         self.orders: dict[int, list[PlanTask]] = {}
         self.befores: list[tuple[PlanTask, PlanTask]] = []
+
+    def _inside(self, ranks: int | Sequence[int]) -> Ints:
+        """Return ranks as an array. Raises `InvalidArgument` if the plan does not have one of them."""
+        given = as_ints(ranks)
+        outside = given[(given < 0) | (given >= self.ranks)]
+        if outside.size:
+            raise InvalidArgument(f"ranks: {int(outside[0])}; the plan has ranks 0 to {self.ranks - 1}")
+        return given
 
     def _slice_ends(self, given: list[int] | None) -> list[int]:
         if self.slices == 1:
@@ -154,7 +166,8 @@ class ModelPlan:
             block = self.profile.blocks[index]
             own = tuple(name for name in names if name in block.axes)
             if not own:
-                raise InvalidArgument(f"{block.name}: {unknown('axis', names[0], tuple(block.axes))}")
+                known = unknown("axis", names[0], tuple(block.axes) or ("none",))
+                raise InvalidArgument(f"block {block.name} ({block.kind}): {known}")
             hows = {block.axes[name].how for name in own}
             if len(own) > 1 and not hows <= set(OUTSIDE):
                 raise InvalidArgument(f"{block.name}: axes {own}; only axes that are sums are cut together")
@@ -213,10 +226,7 @@ class ModelPlan:
         Raises:
             InvalidArgument: a rank is not in the job, or there is not one for each part.
         """
-        given = as_ints(ranks)
-        outside = given[(given < 0) | (given >= self.ranks)]
-        if outside.size:
-            raise InvalidArgument(f"ranks: {int(outside[0])}; the plan has ranks 0 to {self.ranks - 1}")
+        given = self._inside(ranks)
         for index in self.indices(blocks):
             parts = self.parts(index)
             if given.ndim and given.size != int(np.prod(parts)):
@@ -227,9 +237,14 @@ class ModelPlan:
     # -- order ----------------------------------------------------------------------------------------------
 
     def order(self, ranks: int | Iterable[int], steps: Iterable[PlanStep]) -> None:
-        """Append tasks to the order of ranks; of each step, those that the rank has."""
+        """Append tasks to the order of ranks; of each step, those that the rank has.
+
+        Raises:
+            InvalidArgument: a rank is not in the job, or a block not in the profile.
+        """
         steps = list(steps)
-        for rank in [ranks] if isinstance(ranks, int) else ranks:
+        given = ranks if isinstance(ranks, int) else list(ranks)
+        for rank in np.atleast_1d(self._inside(given)).tolist():
             own = self.tasks_of(rank)
             order = self.orders.setdefault(rank, [])
             for kind, blocks, micro, slice_ in steps:

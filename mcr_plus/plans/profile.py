@@ -203,11 +203,12 @@ _LEAVES: Final[dict[str, _Cuts]] = {
     "Linear": {**_TOKENS, "hidden": ("out_features", "columns")},
     "Embedding": {**_TOKENS, "hidden": ("embedding_dim", "columns"), "rows": ("num_embeddings", "sum")},
     "EmbeddingBag": {"batch": "split", "hidden": ("embedding_dim", "columns")},
-    "MultiheadAttention": {"batch": "split", "sequence": "gather", "heads": ("num_heads", "sum")},
+    "MultiheadAttention": {"batch": "split", "sequence": "gather"},  # not taken apart: no cut of its heads
     **{f"Conv{dims}d": {**_SPACE, "hidden": ("out_channels", "columns")} for dims in (2, 3)},
     **{f"{kind}Pool{dims}d": _SPACE for kind in ("Max", "Avg") for dims in (2, 3)},
     **{name: {**_TOKENS, "space": "split"} for name in sorted(_POINTS)},
-    **{name: {"batch": "split"} for name in ("GroupNorm", "Flatten", "AdaptiveAvgPool3d")},
+    **{f"Adaptive{kind}Pool{dims}d": {"batch": "split"} for kind in ("Max", "Avg") for dims in (1, 2, 3)},
+    **{name: {"batch": "split"} for name in ("GroupNorm", "Flatten")},
     "LayerNorm": _TOKENS, "RMSNorm": _TOKENS, **{name: {"batch": "split"} for name in _LOSSES},
 }  # fmt: skip
 """Cuts of classes, and the attributes with the numbers of parts."""

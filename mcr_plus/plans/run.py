@@ -159,7 +159,9 @@ class ParallelModel:
                 if alone:
                     raise Unsupported(f"{one.name}: cut along {alone[0]}; expected it with data `outside`")
             if one.random:
-                raise Unsupported(f"{one.name}: it draws random numbers, others than in one process")
+                raise Unsupported(
+                    f"{one.name}: it draws random numbers, others than in one process; set its dropout to 0"
+                )
 
     def _now(self, name: str) -> nn.Parameter:
         """Return the parameter that has taken the place of a parameter of the model."""

@@ -71,9 +71,12 @@ def _operations(job: FoldedSimulation) -> Iterator[OrderProblem]:
                     for each in [issued.get(at, [])]
                 ]
                 what = "message" if issued[first][0].kind == "send" else "operation"
-                yield OrderProblem(
-                    f"{what} {place} of the ranks {short(tuple(group))}: {', '.join(texts)}", (first, rank)
+                ranks = (
+                    short(tuple(group))
+                    if len(group) <= 16
+                    else f"{group[0]} to {group[-1]} ({len(group)} ranks)"
                 )
+                yield OrderProblem(f"{what} {place} of the ranks {ranks}: {', '.join(texts)}", (first, rank))
                 break
 
 

@@ -67,9 +67,10 @@ def assigned(*kinds: str) -> ModelPlan:
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
     (r"ranks: 0; expected a number from 1", lambda: plan("norm", ranks=0)),
     (r"micro_batches: 1\.5; expected a number from 1", lambda: plan("norm", micro_batches=1.5)),
-    (r"micro_batches: 8; norm0 has batch: 7", lambda: plan("norm", micro_batches=8)),
-    (r"slices: 2; linear1 has sequence: no such axis", lambda: plan("norm", "linear", slices=2)),
-    (r"norm0: unknown axis 'space'; known: batch, sequence", lambda: plan("norm").cut(0, "space", 2)),
+    (r"micro_batches: 8; block norm0 \(norm\) has batch: 7", lambda: plan("norm", micro_batches=8)),
+    (r"ranks: 2; the plan has ranks 0 to 1", lambda: plan("norm").order(2, [])),
+    (r"slices: 2; block linear1 \(linear\) has no axis 'sequence'", lambda: plan("norm", "linear", slices=2)),
+    (r"block norm0 \(norm\): unknown axis 'space'; known: batch", lambda: plan("norm").cut(0, "space", 2)),
     (r"mlp0: axes \('batch', 'hidden'\); only axes that are sums are cut together",
      lambda: plan("mlp").cut(0, ["batch", "hidden"], 2)),
     (r"mlp0: \('hidden',\) with 'heads' outside; expected a sum with data",

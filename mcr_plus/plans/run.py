@@ -416,14 +416,14 @@ class ParallelModel:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
         assert graph.y is not None
+        buckets = self._gathered(graph)
         if graph.x is None or not graph.x.requires_grad:
-            buckets = self._gathered(graph)  # the whole backward pass is here
             if graph.y.requires_grad:
                 torch.autograd.backward(graph.y, graph.dy)
-            for bucket in buckets:
-                bucket.drop()
         else:
             stage_backward_weight(self._trained(graph), graph.groups)
+        for bucket in buckets:
+            bucket.drop()
         graph.x = graph.y = graph.dy = None
         graph.groups = []
 

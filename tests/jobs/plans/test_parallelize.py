@@ -40,7 +40,8 @@ def hybrids(case: str) -> list[Spec]:
         {"stages": 2, "tensor": 2, "micro_batches": 3, "schedule": "eager-1f1b"},
     ]
     if case != "gpt":  # its tied embedding is in two stages
-        options += [{"stages": 2, "data": 2, "micro_batches": 2, "held": "parameters"}]
+        shards = {"stages": 2, "data": 2, "micro_batches": 2, "held": "parameters"}
+        options += [shards, {**shards, "schedule": "zero-bubble"}]
     kinds = ("adamw", "sgd")
     return [
         {"case": case, "plan": "hybrid", "optimizer": kinds[number % 2], "options": each}

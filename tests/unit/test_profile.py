@@ -346,7 +346,9 @@ def test_nothing_of_the_model_changes() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_that_is_no_mean_over_items_cannot_be_cut_along_the_batch(reduction: str, padded: bool) -> None:
+def test_a_loss_that_is_no_mean_over_items_cannot_be_cut_along_the_batch(
+    reduction: str, padded: bool
+) -> None:
     targets = torch.tensor([-100 if padded else 1, 0, 1, 1, 0, 1])
     loss = nn.CrossEntropyLoss(reduction=reduction)
     found = profiled(nn.Sequential(linear(), nn.Tanh()), (torch.randn(6, WIDTH), targets), loss=loss)

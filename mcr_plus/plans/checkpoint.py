@@ -64,8 +64,13 @@ def state_dict(parallel: ParallelModel, to: int = 0) -> dict[str, Tensor]:
         bucket.drop()
     if parallel.rank != to:
         return {}
-    buffers = {name: value.detach().clone() for name, value in parallel.module.named_buffers()}
-    return {**{name: value for name, value in found.items() if value is not None}, **buffers}
+    whole = {name: value for name, value in found.items() if value is not None}
+    whole |= {name: whole[first] for name, first in parallel.aliases.items()}
+    for path, value in parallel.module.named_buffers(remove_duplicate=False):
+        cut = next((cut for cut in parallel.cut if path.startswith(f"{cut}.inner.")), None)
+        name = path if cut is None else cut + path[len(f"{cut}.inner") :]
+        whole |= {name: value.detach().clone()} if name in parallel.persistent else {}
+    return whole
 
 
 def load_state_dict(parallel: ParallelModel, state: Mapping[str, Tensor]) -> None:

@@ -22,6 +22,7 @@ from mcr_plus.layout import proof as layout_proof
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import exchanges
 from mcr_plus.layout.regions import as_ints, contains
+from mcr_plus.plans.joining import first_tasks
 from mcr_plus.plans.language import ALONG_DATA, BlockCut, ModelPlan, PlanTask
 from mcr_plus.plans.sums import shared_groups
 from mcr_plus.plans.tensors import Ends, PlanTensors
@@ -81,6 +82,11 @@ class ProvedPlan:
     def ideal(self) -> float:
         """Seconds of the passes without communication."""
         return max(run.end for run in self.runs)
+
+    @cached_property
+    def firsts(self) -> dict[tuple[PlanTask, int], PlanTask]:
+        """The task with which each forward pass runs as one; see `joining`."""
+        return first_tasks(self)
 
     def program(self, rank: int) -> list[PlanTask | PlanTransfer]:
         """Return the tasks and transfers of a rank in the order of all ranks."""

@@ -104,6 +104,7 @@ class ParallelModel:
 
     Attributes:
         proved: the plan. module: the model. buckets: gradients, as they are added up.
+        aliases: other names of shared parameters. persistent: names in the model's plain state dict.
     """
 
     def __init__(
@@ -117,13 +118,19 @@ class ParallelModel:
         self._blocks = [block for block, places in enumerate(self.plan.places) if self.rank in places]
         names = {name for block in self._blocks for name in self.plan.blocks[block].names}
         old = dict(model.named_parameters())
-        drop_parameters(model, names)
+        unused = set(self.plan.profile.unused) & set(old)
+        own = {id(param): name for name, param in old.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        self.aliases = {name: own[id(param)] for name, param in every if name not in old}
+        self.persistent = set(model.state_dict(keep_vars=True))
+        drop_parameters(model, names | unused)  # every rank keeps those that no block uses, for checkpoints
         self._groups = open_groups(proved)
         self.cut: dict[str, CutModule] = {}
         for block in self._blocks:
             self._cut(block)
         new = {name: self._now(name) for name in old if name in names}
-        self._parameters = {name: param for name, param in new.items() if not param.is_meta}
+        kept = new | {name: self._now(name) for name in old if name in unused}
+        self._parameters = {name: param for name, param in kept.items() if not param.is_meta}
         self.part = ModelPart(model, loss, self.plan.profile)
         groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.buckets = make_buckets(self._own(old, new, groups), self._groups.gradients)
@@ -148,6 +155,10 @@ class ParallelModel:
         if model_hash(trained) != plan.profile.model:
             raise InvalidArgument(
                 "model: its parameters have other names, shapes or dtypes than the profile's"
+            )
+        if shape := plan.blocks[-1].shape:
+            raise InvalidArgument(
+                f"{plan.blocks[-1].name}: its output is {list(shape)}; expected a profile with a `loss`"
             )
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]
@@ -407,11 +418,14 @@ class ParallelModel:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
         assert graph.y is not None
+        buckets = self._gathered(graph)
         if graph.x is None or not graph.x.requires_grad:
             if graph.y.requires_grad:
                 torch.autograd.backward(graph.y, graph.dy)
         else:
             stage_backward_weight(self._trained(graph), graph.groups)
+        for bucket in buckets:
+            bucket.drop()
         graph.x = graph.y = graph.dy = None
         graph.groups = []
 

@@ -294,6 +294,35 @@ def uncovered(everyone: Sequence[Mapping[str, Any]], reference: Reference) -> It
             yield f"{name}: parts {parts} of ranks"
 
 
+class Odd(nn.Module):
+    """A head that is the embedding by another name, a layer that nothing uses, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(20, 8), Gated(8, 12)
+        self.layer.register_buffer("kept", torch.ones(2))
+        self.layer.register_buffer("scratch", torch.ones(3), persistent=False)
+        self.head, self.unused = nn.Linear(8, 20, bias=False), nn.Linear(2, 2)
+        self.head.weight = self.embed.weight
+        self.embed.weight.mcr_shared = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.layer(self.embed(x))).square().mean()
+        return output
+
+
+def checkpoint_of_odd() -> bool:
+    """Return whether a checkpoint on rank 0 is the state dict of the model."""
+    with mcr.init():
+        torch.manual_seed(4)
+        model = Odd()
+        before = copy.deepcopy(model.state_dict())
+        plan = NAMED["tensor_parallel"](mcr.profile(model, torch.ones(6, 4).long(), repeats=1), 2)
+        found = mcr.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan).state_dict()
+        same = before.keys() == found.keys() and all(found[name].equal(before[name]) for name in before)
+        return same if mcr.get_rank() == 0 else not found
+
+
 # -- what is refused ----------------------------------------------------------------------------------------
 
 

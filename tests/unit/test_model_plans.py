@@ -344,3 +344,20 @@ def test_steps_are_those_of_the_rank_in_the_order_of_the_pass() -> None:
         f"{kind}(block {index}, micro-batch 0, slice 0)"
         for kind, index in (("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 1), ("F", 2), ("B", 2))
     ]
+
+
+def test_ranks_that_sum_within_a_task_join_it_alike() -> None:
+    """Check a plan in which rank 1 waits for block 2 of another micro-batch between two blocks of rank 0."""
+    kinds = ("linear", "mlp", "linear", "linear", "norm")
+    plan = ModelPlan(profile(*kinds), 3, micro_batches=2)
+    plan.replicate(0, 2)
+    plan.cut(1, "hidden", 2)
+    plan.cut(2, "batch", 2)
+    for number, ranks in enumerate(([0, 1], [0, 1], [0, 2], 1, 1)):
+        plan.assign(number, ranks)
+    back = [B(4, 0), B(3, 0), B(1, 0), B(0, 0), B(4, 1), B(3, 1), B(1, 1), B(0, 1)]
+    plan.order(1, [F(0, 0), F(1, 0), F(0, 1), F(3, 0), F(4, 0), F(1, 1), F(3, 1), F(4, 1), *back])
+    plan.order(0, [F([0, 1, 2], 0), F([0, 1], 1), F(2, 1), B(..., 0), B(..., 1)])
+    firsts = prove(plan).firsts
+    assert firsts[PlanTask(1, 1, 0, "F"), 0].block == firsts[PlanTask(1, 1, 0, "F"), 1].block == 1
+    assert firsts[PlanTask(4, 0, 0, "F"), 1].block == 3

@@ -344,6 +344,18 @@ def test_nothing_of_the_model_changes() -> None:
     assert "batch" not in found.blocks[1].axes  # its statistics are those of the whole batch
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_is_no_mean_over_items_cannot_be_cut_along_the_batch(
+    reduction: str, padded: bool
+) -> None:
+    targets = torch.tensor([-100 if padded else 1, 0, 1, 1, 0, 1])
+    loss = nn.CrossEntropyLoss(reduction=reduction)
+    found = profiled(nn.Sequential(linear(), nn.Tanh()), (torch.randn(6, WIDTH), targets), loss=loss)
+    assert ("batch" in found.blocks[-1].axes) is (reduction == "mean" and not padded)
+    assert all("batch" in block.axes for block in found.blocks[:-1])
+
+
 def test_an_unused_parameter_is_listed() -> None:
     model = Parts(lambda own, x: own.b(own.a(x)), a=linear(), b=linear(), c=linear())
     assert profiled(model).unused == ("c.weight", "c.bias")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plan_training import fail_on_one_rank, refusals, train
+from plan_training import checkpoint_of_odd, fail_on_one_rank, refusals, train
 from ranks import run_ranks
 
 from mcr_plus.plans.named import NAMED
@@ -40,7 +40,8 @@ def hybrids(case: str) -> list[Spec]:
         {"stages": 2, "tensor": 2, "micro_batches": 3, "schedule": "eager-1f1b"},
     ]
     if case != "gpt":  # its tied embedding is in two stages
-        options += [{"stages": 2, "data": 2, "micro_batches": 2, "held": "parameters"}]
+        shards = {"stages": 2, "data": 2, "micro_batches": 2, "held": "parameters"}
+        options += [shards, {**shards, "schedule": "zero-bubble"}]
     kinds = ("adamw", "sgd")
     return [
         {"case": case, "plan": "hybrid", "optimizer": kinds[number % 2], "options": each}
@@ -124,6 +125,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "proof": "InvalidArgument: rank 1: B(block 2, micro-batch 1, slice 0) is not in its order",
         "way": "Unsupported: model: its forward does not call parts.0, as in the profile",
     }
+
+
+@needs_mpi
+def test_a_checkpoint_has_the_keys_of_a_plain_state_dict() -> None:
+    assert [result.value for result in run_ranks(checkpoint_of_odd, 2)] == [True, True]
 
 
 def test_a_block_that_fails_on_one_rank_ends_the_other() -> None:

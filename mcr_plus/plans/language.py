@@ -134,7 +134,7 @@ class ModelPlan:
         self.orders: dict[int, list[PlanTask]] = {}
         self.befores: list[tuple[PlanTask, PlanTask]] = []
 
-    def _inside(self, ranks: int | Sequence[int]) -> Ints:
+    def _inside(self, ranks: int | Sequence[int] | Ints) -> Ints:
         """Return ranks as an array. Raises `InvalidArgument` if the plan does not have one of them."""
         given = as_ints(ranks)
         outside = given[(given < 0) | (given >= self.ranks)]

@@ -402,7 +402,7 @@ def _is_mean(whole: WholeModel, batch: Any, items: int) -> bool:
         with torch.no_grad():
             loss = whole()
         found.append(float(loss) * (high - low) / items)
-    close = max(torch.finfo(loss.dtype).eps ** 0.5, 1e-3)
+    close: float = max(torch.finfo(loss.dtype).eps ** 0.5, 1e-3)
     return abs(found[0] - found[1] - found[2]) <= close * (abs(found[1]) + abs(found[2]))
 
 

@@ -138,8 +138,8 @@ class ParallelModel:
         self._of_block: dict[int, list[GradientBucket]] = defaultdict(list)
         for bucket in self.buckets:
             for block in self._blocks if bucket.held == "parameters" else []:
-                own = {id(new[name]) for name in self.plan.blocks[block].names}
-                if own & set(map(id, bucket.params)):
+                of_block = {id(new[name]) for name in self.plan.blocks[block].names}
+                if of_block & set(map(id, bucket.params)):
                     self._of_block[block].append(bucket)
         self._program = list(self._compiled())
         self._made: dict[Key, Tensor] = {}
@@ -160,6 +160,10 @@ class ParallelModel:
             raise InvalidArgument(
                 f"{plan.blocks[-1].name}: its output is {list(shape)}; expected a profile with a `loss`"
             )
+        modules = self.module.named_modules()
+        drops = [name for name, m in modules if "Dropout" in type(m).__name__ and getattr(m, "p", False)]
+        if self.module.training and drops and not any(block.random for block in plan.blocks):
+            raise Unsupported(f"{drops[0]}: it draws random numbers in training, unlike in the profile")
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]
             for cut in cuts:
@@ -306,6 +310,8 @@ class ParallelModel:
             bucket.reset()
         self._loss: Tensor | None = None
         self._batch = batch
+        self._made.clear()  # of a step that has failed
+        self._moving.clear()
         self._past.kept.clear()  # of blocks without a backward pass
         for call in self._program:
             call()

@@ -353,7 +353,8 @@ def test_ranks_that_sum_within_a_task_join_it_alike() -> None:
     plan.replicate(0, 2)
     plan.cut(1, "hidden", 2)
     plan.cut(2, "batch", 2)
-    for number, ranks in enumerate(([0, 1], [0, 1], [0, 2], 1, 1)):
+    places: list[Any] = [[0, 1], [0, 1], [0, 2], 1, 1]
+    for number, ranks in enumerate(places):
         plan.assign(number, ranks)
     back = [B(4, 0), B(3, 0), B(1, 0), B(0, 0), B(4, 1), B(3, 1), B(1, 1), B(0, 1)]
     plan.order(1, [F(0, 0), F(1, 0), F(0, 1), F(3, 0), F(4, 0), F(1, 1), F(3, 1), F(4, 1), *back])

@@ -99,7 +99,7 @@ class ModelPlan:
             `optimizer` in shards (ZeRO-1), or `parameters` in shards, too (ZeRO-3; Rajbhandari et al. 2020).
         places: for each block the ranks [micro-batches, slices, *parts]; -1 is none.
         orders: tasks of each rank, in order; a rank without an entry runs them in `default_order`.
-        befores: pairs of tasks; the first ends before the second begins.
+        befores: pairs of tasks; in the order of all ranks, the first ends before the second begins.
 
     Raises:
         InvalidArgument: a number is not positive, or larger than what it cuts.
@@ -255,7 +255,7 @@ class ModelPlan:
                         order.append(task)
 
     def before(self, first: PlanTask, second: PlanTask) -> None:
-        """Let a task end on all its ranks before another one begins."""
+        """Order two tasks of any ranks, which do not wait for each other because of it."""
         self.befores.append((first, second))
 
     # -- look -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from plan_oracle import error_of
+from unit.plan_oracle import error_of
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.blocks import Axis, ModelBlock, Profile

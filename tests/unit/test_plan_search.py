@@ -171,6 +171,7 @@ def raised(bound: int, text: str) -> int:
     return bound + math.floor(float(missing.replace(",", "")) * MIB)
 
 
+@pytest.mark.long
 def test_what_is_missing_is_what_is_missing() -> None:
     """With so much more there is a plan; without a good part of it there is none."""
     draw = random.Random(5)
@@ -192,6 +193,7 @@ def test_ranks_for_which_there_is_no_combination() -> None:
         search(profile, 7, costs_of(1, 7))
 
 
+@pytest.mark.long
 def test_combinations_that_a_model_has_not_are_left_out() -> None:
     """Its sequence is shorter than its number of heads; and a block that draws numbers has no replicas."""
     short = chain([layer(number, length=3, heads=8) for number in range(4)], length=3)

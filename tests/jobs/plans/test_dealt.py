@@ -77,6 +77,7 @@ def trained() -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_dealt_parts_train_as_one_process(ranks: int) -> None:
     for result in run_ranks(trained, ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plan_training import checkpoint_of_odd, fail_on_one_rank, refusals, train
+from jobs.plans.plan_training import checkpoint_of_odd, fail_on_one_rank, refusals, train
 from ranks import run_ranks
 
 from mcr_plus.plans.named import NAMED
@@ -97,6 +97,7 @@ def test_ranks_without_blocks_and_low_precision() -> None:
 
 
 @needs_mpi
+@pytest.mark.long
 def test_transfers_through_a_codec_train() -> None:
     """Check that the rule finds the transfers: it moves losses, not far."""
     config = {

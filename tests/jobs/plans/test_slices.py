@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,9 @@ def refused() -> list[str]:
     with mcr.init() as comm:
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 1))
-        profile = profile_of(model, torch.ones(4, 6, 4), None)
+        loss: Any = nn.MSELoss()
+        loss.mcr_axes = {"batch": "split", "sequence": "split"}
+        profile = profile_of(model, (torch.ones(4, 6, 4), torch.zeros(4, 6, 1)), loss)
         for lengths in ([3, 2], [6, 0]):
             with pytest.raises(InvalidArgument) as wrong:
                 ModelPlan(profile, comm.size, slices=lengths)
@@ -87,7 +90,7 @@ def refused() -> list[str]:
         plan = named("terapipe", profile, comm.size, slices=3)
         for _ in range(2):
             with pytest.raises(Unsupported) as error:
-                parallelize(model, torch.optim.SGD(model.parameters()), plan)
+                parallelize(model, torch.optim.SGD(model.parameters()), plan, loss=loss)
             said.append(str(error.value).partition(";")[0])
             model.mcr_slice = lambda batch, begin, end: batch[:, begin:end]  # type: ignore[assignment]
     return said

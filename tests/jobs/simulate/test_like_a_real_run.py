@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 
 import mcr_plus as mcr
@@ -56,6 +57,7 @@ def simulated(path: str) -> list[Rows]:
     return [[[each.kind, each.own] for each in events if isinstance(each, IssuedCall)] for events in records]
 
 
+@pytest.mark.long
 def test_a_simulated_rank_issues_what_a_real_one_does(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(PROGRAM)

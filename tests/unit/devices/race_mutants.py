@@ -47,7 +47,7 @@ ELSEWHERE: Final = {
     **dict.fromkeys(
         (
             "backends.gloo.backend", "backends.gloo.channel", "compression.delta", "core.threads",
-            "job.rebind",
+            "job.rebind", "plans.checkpoint",
             "torch_backend.process_group", "training.reducer", "weight_sync.connection",
         ),
         "other methods of the same names",

@@ -93,6 +93,7 @@ def test_a_rank_greets_beside_strangers_who_do_not_stay(
     assert len(lines(caplog)) == 1
 
 
+@pytest.mark.short("said2]")
 @SAYINGS
 def test_a_keeper_answers_beside_strangers_who_do_not_stay(said: bytes) -> None:
     own = read_stat(os.getpid())
@@ -160,6 +161,7 @@ def test_a_newcomer_gets_its_state_beside_strangers(said: bytes) -> None:
     source.close()
 
 
+@pytest.mark.short("said2]")
 @SAYINGS
 def test_metrics_are_scraped_beside_strangers_who_do_not_stay(
     said: bytes, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def counted() -> list[tuple[str, int, int]]:
 
 
 @needs_mpi
+@pytest.mark.long
 def test_memory_is_foretold() -> None:
     for result in run_ranks(counted, 2):
         far = [

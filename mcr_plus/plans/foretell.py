@@ -188,7 +188,7 @@ class _PlanStep:
     def _within(self, task: PlanTask, rank: int) -> Iterator[_InnerOperation]:
         plan, index = self.plan, task.block
         block = plan.blocks[index]
-        if plan.held[index] == "parameters" and task.kind != "W":
+        if plan.held[index] == "parameters":
             group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
             whole = round(parameter_share(plan, index, rank) * block.parameters)
             yield _InnerOperation("all_gather_parameters", whole, group, "plan.parameters")

@@ -148,7 +148,7 @@ class ModelPlan:
         length = self.profile.blocks[0].axes["sequence"].parts[0]
         if given is None:
             return [length * (number + 1) // self.slices for number in range(self.slices)]
-        if min(_count(each, "slices") for each in given) and sum(given) != length:
+        if sum(_count(each, "slices") for each in given) != length:
             raise InvalidArgument(f"slices: {short(given)}; expected lengths that add up to {length}")
         return [int(end) for end in np.cumsum(given)]
 

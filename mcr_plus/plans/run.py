@@ -52,6 +52,10 @@ class BlockGraph:
         self.dy: Tensor | None = None
         self.past = SlicePass(micro, slice_)
         self.groups: list[dict[str, Any]] = []
+        self.trained: list[nn.Parameter] = []
+        self.buckets: list[GradientBucket] = []
+        self.inside: tuple[slice, ...] = ()  # of the model's input; the first is that of the batch
+        self.share = 0.0  # in the loss
 
 
 def parallelize(
@@ -269,12 +273,28 @@ class ParallelModel:
                 continue  # it runs with another block
             key = first, item.micro, item.slice
             if item.kind == "F":
-                graphs[key] = BlockGraph(range(first, last + 1), item.micro, item.slice)
+                graphs[key] = self._bound(BlockGraph(range(first, last + 1), item.micro, item.slice))
             run = {"F": self._forward, "B": self._backward, "W": self._weights}[item.kind]
             keyed.append(((at, 1), partial(run, graphs[key])))
         keyed += [((bucket.time, 0), bucket.start) for bucket in self.buckets]
         keyed.sort(key=lambda pair: pair[0])
         return [call for _, call in keyed]
+
+    def _bound(self, graph: BlockGraph) -> BlockGraph:
+        """Set what the graph of every step has in common."""
+        first, at = graph.blocks.start, (graph.micro, graph.slice, self.rank)
+        unit = self._tensors.whole_shape(first)[0] // self.plan.profile.input[0]
+        low, high = self._tensors.rows(first, *at)
+        box = self._tensors.box(first, "input", *at)[1:]
+        graph.inside = (slice(low // unit, high // unit), *starmap(slice, box))
+        graph.share = self._tensors.share(graph.blocks[-1], *at)
+        graph.buckets = [bucket for block in graph.blocks for bucket in self._of_block[block]]
+        names = dict.fromkeys(
+            name for block in graph.blocks for name in sorted(self.plan.blocks[block].names)
+        )
+        own = [self._parameters[name] for name in names if name in self._parameters]
+        graph.trained = [param for param in own if param.requires_grad]
+        return graph
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by their names in the model; they may be parts (see `checkpoint`)."""
@@ -334,19 +354,13 @@ class ParallelModel:
 
     def _rows(self, graph: BlockGraph) -> Any:
         """Return the rows of the batch that a graph reads; of the model's input also the box within them."""
-        first, given = graph.blocks.start, self.plan.profile.input
-        unit = self._tensors.whole_shape(first)[0] // given[0]
-        low, high = self._tensors.rows(first, graph.micro, graph.slice, self.rank)
-        rows = slice(low // unit, high // unit)
-        box = self._tensors.box(first, "input", graph.micro, graph.slice, self.rank)[1:]
-
-        inside = (rows, *starmap(slice, box))
+        first, given, inside = graph.blocks.start, self.plan.profile.input, graph.inside
 
         def part(each: Any) -> Any:
             if not isinstance(each, Tensor) or not each.ndim or len(each) != given[0]:
                 return each
             whole = not first and tuple(each.shape) == given
-            return each[inside] if whole else each[rows]
+            return each[inside] if whole else each[inside[0]]
 
         batch = self._batch
         if ends := self.plan.slice_ends:
@@ -370,8 +384,7 @@ class ParallelModel:
             y = self._run(graph)
         is_loss = last == len(self.plan.blocks) - 1
         if is_loss:
-            share = self._tensors.share(last, graph.micro, graph.slice, self.rank)
-            part = y.detach() * share
+            part = y.detach() * graph.share
             self._loss = part if self._loss is None else self._loss + part
         else:
             expected = self._tensors.end(last, "output", graph.micro, graph.slice).local_shape(self.rank)
@@ -391,8 +404,7 @@ class ParallelModel:
         if graph.y is None:
             graph.y = self._run(graph)
         if last == len(self.plan.blocks) - 1:
-            share = self._tensors.share(last, graph.micro, graph.slice, self.rank)
-            graph.dy = torch.full_like(graph.y, share)
+            graph.dy = torch.full_like(graph.y, graph.share)
         else:
             graph.dy = self._take((last + 1, graph.micro, graph.slice, True))
         if self.plan.split[last]:
@@ -418,7 +430,7 @@ class ParallelModel:
         assert graph.dy is not None
         if graph.y._is_view():
             graph.y = graph.y.clone()  # it is detached in place
-        _, graph.groups = stage_backward_input([graph.y], [graph.dy], [graph.x], self._trained(graph))
+        _, graph.groups = stage_backward_input([graph.y], [graph.dy], [graph.x], iter(graph.trained))
 
     def _weights(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
@@ -429,25 +441,16 @@ class ParallelModel:
             if graph.y.requires_grad:
                 torch.autograd.backward(graph.y, graph.dy)
         else:
-            stage_backward_weight(self._trained(graph), graph.groups)
+            stage_backward_weight(iter(graph.trained), graph.groups)
         for bucket in buckets:
             bucket.drop()
         graph.x = graph.y = graph.dy = None
         graph.groups = []
 
-    def _trained(self, graph: BlockGraph) -> Any:
-        names = dict.fromkeys(
-            name for block in graph.blocks for name in sorted(self.plan.blocks[block].names)
-        )
-        return iter(
-            [param for name in names if (param := self._now(name)).requires_grad and not param.is_meta]
-        )
-
     def _gathered(self, graph: BlockGraph) -> list[GradientBucket]:
-        buckets = [bucket for block in graph.blocks for bucket in self._of_block[block]]
-        for bucket in buckets:
+        for bucket in graph.buckets:
             bucket.gather()
-        return buckets
+        return graph.buckets
 
     def _move(self, transfer: PlanTransfer) -> None:
         """Begin a transfer."""

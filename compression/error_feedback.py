@@ -19,6 +19,8 @@ from mcr_plus.pipeline.state import StateTensor
 class ErrorFeedback(CompressorState):
     """Residuals of an operation's `numel` values, and of the sums of this rank's part.
 
+    Operations that move values keep a residual for each peer instead; it is not saved.
+
     `decay`: factor applied to residuals before use. `unit`: the number of ranks summed; saved residuals of
     sums are divided by it, so that another number of ranks can load them. A non-finite residual, caused by a
     non-finite gradient, is dropped, so that one bad step does not spoil all later steps.
@@ -30,6 +32,7 @@ class ErrorFeedback(CompressorState):
         super().__init__(codec)
         self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._parts: dict[int, torch.Tensor] = {}  # residuals of messages by peer
         self._shard: torch.Tensor | None = None
         self._summed: tuple[int, int] | None = None  # start and end of a part without residual
 
@@ -45,6 +48,12 @@ class ErrorFeedback(CompressorState):
         self.codec.decode_accumulate(wire[:written], residual, -1 / scale)
         drop_unless_finite(residual)
         return written
+
+    def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: D102
+        residual = self._parts.get(index)
+        if residual is None or residual.numel() != values.numel():
+            residual = self._parts[index] = torch.zeros_like(values, dtype=torch.float32)
+        return self.codec.encode_rest(values, self._decay, residual, wire)
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
         part = (lo, lo + values.numel())
@@ -89,7 +98,8 @@ class ErrorFeedback(CompressorState):
     @property
     def tensors(self) -> list[StateTensor]:  # noqa: D102
         shard = [] if self._shard is None else [StateTensor("shard", "shard", self._shard / self._unit)]
-        return [*super().tensors, StateTensor("residual", "own", self._residual), *shard]
+        own = [StateTensor("residual", "own", self._residual)] if self._residual.numel() else []
+        return [*super().tensors, *own, *shard]
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(tensors)

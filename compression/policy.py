@@ -19,7 +19,7 @@ from mcr_plus.errors import ConfigError, InvalidArgument
 
 _SUMS = ("SUM", "AVG")
 _FED_BACK = {
-    "error_feedback": ("all_reduce", "reduce", "reduce_scatter"),
+    "error_feedback": ("all_reduce", "reduce", "reduce_scatter", "send", "recv"),
     "ef21": ("all_reduce",),
     "momentum_correction": ("all_reduce",),
 }
@@ -86,9 +86,11 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         return f"codec {codec.name} needs the tensor's identity from call to call; expected tag="
     feedback = options.feedback
     if feedback is not None:
-        if kind not in _FED_BACK[feedback]:
+        # Tokens of experts differ from call to call, so a rule for gradients must not apply to them.
+        named = kind == "all_to_all_v" and signature.compress is not None and feedback == "error_feedback"
+        if kind not in _FED_BACK[feedback] and not named:
             return f"{feedback} is for {', '.join(_FED_BACK[feedback])}"
-        if signature.key is None and signature.tag is None:
+        if not signature.is_p2p and signature.key is None and signature.tag is None:
             return f"{feedback} needs the tensor's identity from call to call; expected tag="
     return None
 

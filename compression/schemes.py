@@ -140,14 +140,17 @@ class NativeScheme(Scheme):
         dtype, scale = self.payloads.wire_dtype, self.scale
         spaces = {id(t): lease.tensor(t.numel(), dtype) for t in (*message.inputs, *message.outputs)}
         first = (*message.inputs, *message.outputs)[0]
-        state = self.state(first, first.numel())
-        earlier = message.prepare
+        state = self.state(first, 0 if self.signature.is_p2p else first.numel())
+        earlier, peer = message.prepare, message.peer
 
         def encode() -> None:
             if earlier is not None:
                 earlier()
             for tensor in message_inputs:
-                state.encode(tensor.view(-1), 0, spaces[id(tensor)], scale)
+                if peer is None:
+                    state.encode(tensor.view(-1), 0, spaces[id(tensor)], scale)
+                else:
+                    state.encode_part(peer, tensor.view(-1), spaces[id(tensor)])
 
         def decode() -> None:
             for tensor in message_outputs:
@@ -264,7 +267,8 @@ class RelayScheme(Scheme):
         def write(index: int, wire: torch.Tensor) -> int:
             if index == stays:
                 return 0
-            return state.encode_part(index, sources[index], wire)
+            part = index if message.peer is None else message.peer
+            return state.encode_part(part, sources[index], wire)
 
         sent = self._exchange.send(
             write,

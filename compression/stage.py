@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from hashlib import blake2b
@@ -201,8 +202,8 @@ class CompressStage(Stage):
         plain = full.replace(parts=None, key=None)
         full = full.replace(encoding=_label(options))
         instance = CodecInstance(codec, options, full, self._group.rank, self._copies)
-        keeps_messages = full.is_p2p and codec.traits.keeps_received
-        if keeps_messages or full.key is not None or full.tag is not None:
+        counts_messages = full.is_p2p and (is_stateful(codec, options) or options.warmup > 0)
+        if counts_messages or full.key is not None or full.tag is not None:
             # One instance per name, shared by synchronous and asynchronous calls of an operation.
             instance = self._instances.setdefault(instance.name, instance)
             if instance.name in self._restored:
@@ -210,7 +211,7 @@ class CompressStage(Stage):
         if not self._explains:
             prepare(codec, plain.dtype)
         full = full.replace(call=full.as_call())
-        composed = self._scheme(instance, full, keeps_messages)
+        composed = self._scheme(instance, full)
         audit_every = options.audit_every if plain.kind in SAME_RESULT else None
         notes = [f"codec {codec.name}: {composed.description}"]
         from mcr_plus.compression.scheme_bytes import payload_bytes
@@ -242,9 +243,9 @@ class CompressStage(Stage):
             issue = _after(options.warmup, next(plain), issue, instance)
         return outside_of_inference_mode(issue)
 
-    def _scheme(self, instance: CodecInstance, full: Signature, keeps_messages: bool) -> Scheme:
+    def _scheme(self, instance: CodecInstance, full: Signature) -> Scheme:
         parts = (instance.codec, full, self._group.rank, instance.state, self._pool)
-        if keeps_messages:
+        if full.is_p2p and instance.codec.traits.keeps_received:
             from mcr_plus.compression.messages import CompressedMessages
 
             return CompressedMessages(*parts, named=self._group.named, last=self._last)
@@ -263,7 +264,7 @@ class CodecInstance:
         self._copies = copies
         self.restored: dict[str, torch.Tensor] = {}  # loaded tensors, until the first call
         self.resumed = False
-        self.calls = 0
+        self.calls = Counter[int | None]()  # by peer
         self._options = options
         self._state: CompressorState | None = None
         what = signature.replace(ranks=0, nbytes=None, backend=None, async_op=False, root_in_job=None)
@@ -282,7 +283,7 @@ class CodecInstance:
     @property
     def is_stateful(self) -> bool:
         """True if later calls depend on earlier calls."""
-        warming_up = self._options.warmup > 0
+        warming_up = self._options.warmup > 0 or self._options.feedback is not None
         if self._state is not None and self.codec.traits.keeps_received:
             return True
         return warming_up or bool(self.restored) or (self._state is not None and bool(self._state.tensors))
@@ -294,7 +295,7 @@ class CodecInstance:
 
     def begin_anew(self) -> None:
         """Drop the state; the next call starts from zero."""
-        self._state, self.restored, self.resumed, self.calls = None, {}, False, 0
+        self._state, self.restored, self.resumed, self.calls = None, {}, False, Counter()
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the tensors of another job, now or at the first call.
@@ -378,8 +379,8 @@ def _after(calls: int, raw: Issue, compressed: Issue, instance: CodecInstance) -
     """Return an issue that uses `raw` for the first `calls` calls, then `compressed`."""
 
     def start(message: Message) -> Work:
-        if instance.calls < calls and not instance.resumed:
-            instance.calls += 1
+        if instance.calls[message.peer] < calls and not instance.resumed:
+            instance.calls[message.peer] += 1
             return raw(message)
         return compressed(message)
 

@@ -423,6 +423,34 @@ def decisions() -> dict[str, Any]:
     return found
 
 
+def between_peers(steps: int, warmup: int) -> dict[int, float]:
+    """Messages to several peers in turn; return of each sender what is missing in the sum of all messages.
+
+    The values are the same in every step, so that without feedback all errors would be equal. In the first
+    two steps ranks send to lower ones alone, so that they have sent and received different numbers.
+    """
+    how: dict[str, Any] = {"codec": "int4_block", "error_feedback": True, "warmup": warmup}
+    config = {"version": 1, "pipeline": [{"compress": how}, {"select": {}}, {"dispatch": {}}]}
+    with mcr.init(config, timeout=60) as comm:
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        given = {peer: drawn(comm.rank, peer) for peer in others}
+        total = {peer: np.zeros(np.prod(SHAPE)) for peer in others}
+        for step in range(steps):
+            got = {peer: torch.empty(SHAPE) for peer in others if step > 1 or peer > comm.rank}
+            works = [comm.irecv(out, peer) for peer, out in got.items()]
+            to = [peer for peer in others if step > 1 or peer < comm.rank]
+            for peer in to[:: 1 if step % 3 else -1]:
+                if step % 2:
+                    works.append(comm.isend(given[peer], peer))
+                else:
+                    comm.send(given[peer], peer)
+            for work in works:
+                work.wait()
+            for peer, out in got.items():
+                total[peer] += f64(out) - f64(drawn(peer, comm.rank))
+        return {peer: float(np.abs(total[peer]).max()) for peer in others}
+
+
 def refusals() -> list[str]:
     """Impossible calls raise on every rank, and nothing is sent."""
     texts = []

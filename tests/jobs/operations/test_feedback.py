@@ -13,6 +13,7 @@ from jobs.operations.feedback import (
     SHAPE,
     a_bad_step,
     a_bad_step_of_ef21,
+    between_peers,
     by_name,
     corrected_momentum,
     decisions,
@@ -46,6 +47,15 @@ def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> N
             assert codec in ("bf16", "int8_block", "int_shared") or without > 1e-3, (
                 codec
             )  # there was something
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_messages_have_a_residual_for_each_peer(warmup: int) -> None:
+    steps = 12
+    level = 4.5 / 7  # of int4_block; no value of `drawn` is larger than 4.5
+    for result in run_ranks(between_peers, 3, args=[steps, warmup]):
+        for peer, missing in result.value.items():
+            assert 0 < missing <= 2 * level, (result.rank, peer)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +180,7 @@ def test_never_slower_warmup_exemption_and_audit() -> None:
 def test_impossible_options_are_refused_on_all_ranks() -> None:
     expected = (
         "error_feedback needs the tensor's identity from call to call; expected tag=",
-        "error_feedback is for all_reduce, reduce, reduce_scatter",
+        "error_feedback is for all_reduce, reduce, reduce_scatter, send, recv",
         "ef21 is for all_reduce",
         "codec powersgd is for matrices, and none of the shapes (600,) has two dimensions",
         "momentum_correction with codec 'int8_block'; known: topk",

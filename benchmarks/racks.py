@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import typer
@@ -40,16 +41,20 @@ def bits_per_second(rate: str) -> float:
 class Racks(Hosts):
     """`racks` racks of `hosts` hosts each.
 
-    `rate`: of each host's interface, `uplink`: of each rack's uplink, as `tc` writes them; None for no limit.
-    Raises `ValueError` for numbers below 1 or above 250, and for rates in other units.
+    `rate`: of each host's interface, or a list of those of all, `uplink`: of each rack's uplink, as `tc`
+    writes them; None for no limit. Raises `ValueError` for numbers below 1 or above 250, and for rates in
+    other units.
     """
 
-    def __init__(self, racks: int, hosts: int, rate: str | None = None, uplink: str | None = None) -> None:
+    def __init__(
+        self, racks: int, hosts: int, rate: str | Sequence[str] | None = None, uplink: str | None = None
+    ) -> None:
         for what, number in (("racks", racks), ("hosts", hosts)):
             if not 1 <= number <= _MOST:
                 raise ValueError(f"{what}: expected 1 to {_MOST}, got {number}")
-        self.racks, self.hosts, self.rate, self.uplink = racks, hosts, rate, uplink
-        self._bursts = {each: _burst(each) for each in (rate, uplink) if each is not None}
+        self.racks, self.hosts, self.uplink = racks, hosts, uplink
+        self.rates = [rate] * (racks * hosts) if rate is None or isinstance(rate, str) else list(rate)
+        self._bursts = {each: _burst(each) for each in (*self.rates, uplink) if each is not None}
         places = [(rack, host) for rack in range(racks) for host in range(hosts)]
         pid = os.getpid()
         super().__init__(
@@ -79,10 +84,10 @@ class Racks(Hosts):
             inside(
                 self._switches, "ip", "link", "add", port, "type", "veth", "peer", "name", link, "netns", name
             )
-            self._plug(port, f"rack{index // self.hosts}", self.rate)
+            self._plug(port, f"rack{index // self.hosts}", self.rates[index])
             inside(name, "ip", "address", "add", f"{address}/16", "dev", link)
             inside(name, "ip", "link", "set", link, "up")
-            self._shape(name, link, self.rate)
+            self._shape(name, link, self.rates[index])
             # CUBIC takes the queue of a slow link for congestion, and then sends less than it carries.
             inside(name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
             inside(name, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")

@@ -215,14 +215,23 @@ class NetworkSimulation:
             for index, name in enumerate(CLASSES):
                 if not any(name in use.busy for use in self.uses[-1]):
                     continue
+                owners = members
+                if name == "nic" and placement.slowest is not None:  # it cannot fill wider ones
+                    owners = members[self._nic_rates(members) <= placement.slowest]
                 if topology.rate(name) is None:
                     link = np.array([3 * self.world + unknown.setdefault(tuple(group), len(unknown))])
                 else:
-                    link = first[index] + np.unique(self._owner(index, members))
+                    link = first[index] + np.unique(self._owner(index, owners))
                 found.append(np.stack([np.full_like(link, number), link, np.full_like(link, index)], axis=1))
         self.entries = np.concatenate(found) if found else np.zeros((0, 3), np.int64)
         _, inverse, counts = np.unique(self.entries[:, 1], return_inverse=True, return_counts=True)
         self.entries = self.entries[counts[inverse.reshape(-1)] > 1]  # a queue alone cannot fill its links
+
+    def _nic_rates(self, ranks: Ints) -> NDArray[np.float64]:
+        """Return the rate of each rank's NIC."""
+        topology, nic = self.costs.topology, self.costs.topology.links.nic
+        assert nic is not None
+        return np.array([nic.rate_of(rank // topology.ranks_per_node) for rank in ranks.tolist()])
 
     def _owner(self, index: int, ranks: Ints) -> Ints:
         """Return the owner of each rank's link: the rank, the node or the rack."""

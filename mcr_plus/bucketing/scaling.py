@@ -299,6 +299,7 @@ class ClusterCosts:
     guessed: bool = False
     _known: dict[tuple[object, ...], Use] = field(default_factory=dict, repr=False)
     _placed: dict[tuple[str, str], list[Measured]] = field(default_factory=dict, repr=False)
+    _slower: dict[float, ClusterCosts] = field(default_factory=dict, repr=False)
 
     def on(self, topology: Topology) -> ClusterCosts:
         """Return the costs on another cluster, from the same measurements.
@@ -345,6 +346,14 @@ class ClusterCosts:
 
     def _use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None) -> Use:
         kind = plain_kind(kind)
+        if to.slowest is not None:
+            if to.slowest not in self._slower:
+                topology = self.topology.of_slowest(to.slowest)
+                self._slower[to.slowest] = replace(
+                    self, topology=topology, measured_on=self.measured_on or self.topology,
+                    _known={}, _placed={}, _slower={},
+                )  # fmt: skip
+            return self._slower[to.slowest].use(kind, nbytes, to._replace(slowest=None), library, codec)
         if to.ranks < 2:
             return Use(Cost(0.0, 0.0, "measured", "measured"), {}, 0.0)
         if codec is not None and codec != "none":

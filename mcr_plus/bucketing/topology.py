@@ -6,6 +6,7 @@
     links:
       inside: {rate: 50GB/s, latency: 2us}                  # between ranks of a node; of each rank
       nic: {rate: 100Gbit/s, latency: 5us, per: node}       # between nodes; of each node, or of each rank
+                                                            # rates: [10Gbit/s, 40Gbit/s]: of the first nodes
       rack: {nodes: 4, uplink: 200Gbit/s, latency: 2us}     # between racks of 4 nodes; of each rack
 
     topology = Topology.load("cluster.yaml").changed(["nic=400Gbit/s", "nodes=64"])
@@ -87,9 +88,14 @@ class NetworkLink(_ClusterPart):
 
 
 class Nic(NetworkLink):
-    """The link between nodes."""
+    """The link between nodes. `rates`: of nodes from the first one on; further ones have `rate`."""
 
     per: Scope = "node"
+    rates: list[Rate] = []
+
+    def rate_of(self, node: int) -> float:
+        """Return the rate of a node's link."""
+        return self.rates[node] if node < len(self.rates) else self.rate
 
 
 class Rack(_ClusterPart):
@@ -138,6 +144,10 @@ class Topology(_ClusterPart):
         if rack is not None and found.nodes % rack.nodes:
             text = f"racks of {rack.nodes} nodes do not divide {found.nodes} nodes; expected a divisor"
             raise document.error(("links", "rack", "nodes"), text)
+        nic = found.links.nic
+        if nic is not None and len(nic.rates) > found.nodes:
+            text = f"{len(nic.rates)} rates; the cluster has {found.nodes} nodes"
+            raise document.error(("links", "nic", "rates"), text)
         found._source = document.data
         return found
 
@@ -189,7 +199,17 @@ class Topology(_ClusterPart):
             )
         nodes = [rank // self.ranks_per_node for rank in group]
         racks = [0 if self.links.rack is None else node // self.links.rack.nodes for node in nodes]
-        return Placement(len(group), len(set(nodes)), _most(nodes), len(set(racks)), _most(racks))
+        nic, slowest = self.links.nic, None
+        if nic is not None and nic.rates and len(set(nodes)) > 1:
+            slowest = min(map(nic.rate_of, nodes))
+            slowest = None if slowest == nic.rate else slowest
+        return Placement(len(group), len(set(nodes)), _most(nodes), len(set(racks)), _most(racks), slowest)
+
+    def of_slowest(self, rate: float) -> Topology:
+        """Return the topology in which all nodes have a NIC of this rate."""
+        assert self.links.nic is not None
+        nic = self.links.nic.model_copy(update={"rate": rate, "rates": []})
+        return self.model_copy(update={"links": self.links.model_copy(update={"nic": nic})})
 
     @property
     def medium(self) -> Medium:

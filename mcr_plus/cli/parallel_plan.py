@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 def plan_parallel(
     profile: Path, config: Path | None, ranks: int | None, topology: Path | None, memory: str | None,
-    output: Path | None, report: Path | None, *, as_json: bool,
+    codecs: list[str] | None, output: Path | None, report: Path | None, *, as_json: bool,
 ) -> None:  # fmt: skip
     """Print the best plans of a profile; write the best one, and a picture of it."""
     from mcr_plus.bucketing.topology import Topology
     from mcr_plus.config.reader import load
     from mcr_plus.core.units import parse_size
-    from mcr_plus.errors import InvalidArgument
+    from mcr_plus.errors import ConfigError, InvalidArgument
     from mcr_plus.plans.blocks import Profile
+    from mcr_plus.plans.codecs import parse_codec
     from mcr_plus.plans.foretell import cluster_costs
     from mcr_plus.plans.plan_file import save_plan
     from mcr_plus.plans.search import search
@@ -40,8 +41,9 @@ def plan_parallel(
     pipeline = load({"version": 1} if config is None else config)
     try:
         costs = cluster_costs(cluster, pipeline)
-        result = search(Profile.load(profile), ranks or cluster.ranks, costs, memory=most)
-    except InvalidArgument as error:
+        allowed = [parse_codec(each) for each in codecs or ()]
+        result = search(Profile.load(profile), ranks or cluster.ranks, costs, memory=most, codecs=allowed)
+    except (InvalidArgument, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     best = result.plans[0]
     written: list[tuple[Path, str]] = []
@@ -74,6 +76,7 @@ def _document(result: SearchResult) -> dict[str, Any]:
                 "step_ms": 1e3 * each.step,
                 "model_ms": 1e3 * each.seconds,
                 "peak_bytes": each.peak,
+                "codecs": each.plan.plan.codecs if each.allowed else {},
             }
             for each in result.plans
         ],
@@ -96,4 +99,6 @@ def _print(result: SearchResult) -> None:
         names = [best.profile.blocks[index].name for index in (stage.start, stage.stop - 1)]
         again = len(set(stage) & set(best.choice.recompute))
         more = f", {again} recomputed" if again else ""
+        codec = best.plan.plan.codecs.get(stage.stop) if best.allowed else None
+        more += f"; to the next one with {codec}" if codec is not None else ""
         typer.echo(f"stage {number}: {' to '.join(dict.fromkeys(names))}{more}")

@@ -31,6 +31,10 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="With --parallel: most bytes of a rank, such as 2GiB.")
     ] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="With --parallel: allowed between stages, as bf16 or '{codec: topk, ratio: 0.1}'."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Pipeline YAML; its table has costs.")
     ] = None,
@@ -62,10 +66,11 @@ def plan(
         given = {"STEP": step, "--measured-on": measured_on, "--what-if": what_if}
         for name in [name for name, value in given.items() if value]:
             raise typer.BadParameter("does not go with --parallel", param_hint=name)
-        plan_parallel(parallel, config, ranks, topology, memory, output, report, as_json=as_json)
+        plan_parallel(parallel, config, ranks, topology, memory, codec, output, report, as_json=as_json)
         return
-    if not step or memory is not None:
-        raise typer.BadParameter("expected a step, or --parallel with a profile; --memory is for the latter")
+    if not step or memory is not None or codec:
+        text = "expected a step, or --parallel with a profile; --memory and --codec are for the latter"
+        raise typer.BadParameter(text)
     _plan_step(step, config, ranks, topology, measured_on, what_if or (), output, report, as_json=as_json)
 
 

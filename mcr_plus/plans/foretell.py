@@ -17,7 +17,9 @@ from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEven
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.config.names import backend_name
 from mcr_plus.config.schema import Config
+from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.native import native
+from mcr_plus.plans.codecs import transfer_codec
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
 from mcr_plus.plans.sums import BUCKET, complete, gradient_groups
@@ -129,13 +131,15 @@ class _PlanStep:
             keyed.append(((at, 1 - isinstance(each, PlanTransfer)), each))
         keyed += [((one.time, 0), one) for one in self.sums if rank in one.ranks]
         waits: list[int] = []
-        moving: dict[tuple[int, int, int, bool], int] = {}
+        moving: dict[tuple[int, int, int, bool], tuple[int, Layout]] = {}
         for _, item in sorted(keyed, key=lambda pair: pair[0]):
             if isinstance(item, PlanTransfer):
                 issue = self._transfer(item)
+                if rank in item.made.locals:
+                    yield from self._coding(item.tensor, item.made, rank, encodes=True)
                 yield issue
                 if rank in item.needed.locals:
-                    moving[item[:4]] = issue.id
+                    moving[item[:4]] = issue.id, item.needed
                 else:
                     waits.append(issue.id)
             elif isinstance(item, PlannedSum):
@@ -145,9 +149,11 @@ class _PlanStep:
             else:
                 needed = self._needs(item)
                 if needed in moving:
-                    yield WaitEvent(moving.pop(needed))
+                    number, layout = moving.pop(needed)
+                    yield WaitEvent(number)
+                    yield from self._coding(needed[0], layout, rank, encodes=False)
                 yield from self._task(item, rank)
-        for number in (*moving.values(), *waits):
+        for number in (*(number for number, _ in moving.values()), *waits):
             yield WaitEvent(number)
 
     def _needs(self, task: PlanTask) -> tuple[int, int, int, bool]:
@@ -167,7 +173,16 @@ class _PlanStep:
         # Bytes as in nccl-tests: all that a rank gathers, or has before.
         locals_ = (each.needed if kind in ("all_gather", "broadcast", "send") else each.made).locals
         nbytes = item * max(int(np.prod(shape)) for shape in locals_.values())
+        if each.tensor in self.plan.codecs:
+            nbytes = transfer_codec(self.plan.codecs[each.tensor], block.dtype).wire(nbytes)
         return self._issue(kind, nbytes, each.ranks, each.tag, each[:4])
+
+    def _coding(self, tensor: int, layout: Layout, rank: int, *, encodes: bool) -> Iterator[Event]:
+        """Yield the time to encode or decode a rank's part of a transfer."""
+        if tensor in self.plan.codecs:
+            codec = transfer_codec(self.plan.codecs[tensor], self.plan.blocks[tensor - 1].dtype)
+            seconds = int(np.prod(layout.locals[rank])) * (codec.encode if encodes else codec.decode)
+            yield ComputeEvent("encode" if encodes else "decode", seconds)
 
     def _task(self, task: PlanTask, rank: int) -> Iterator[Event]:
         """Yield the computation of a task, in parts between the operations within it."""

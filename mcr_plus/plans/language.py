@@ -27,6 +27,7 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, short, unknown
 from mcr_plus.layout.regions import Ints, as_ints
 from mcr_plus.plans.blocks import ModelBlock, Profile
+from mcr_plus.plans.codecs import CodecChoice, payload_codec
 
 Kind = Literal["F", "B", "W"]
 Held = Literal["whole", "optimizer", "parameters"]
@@ -99,6 +100,7 @@ class ModelPlan:
             `optimizer` in shards (ZeRO-1), or `parameters` in shards, too (ZeRO-3; Rajbhandari et al. 2020).
         places: for each block the ranks [micro-batches, slices, *parts]; -1 is none.
         orders: tasks of each rank, in order; a rank without an entry runs them in `default_order`.
+        codecs: of tensors between ranks, by their numbers: that of a block's output is the block's plus 1.
         befores: pairs of tasks; in the order of all ranks, the first ends before the second begins.
 
     Raises:
@@ -132,6 +134,7 @@ class ModelPlan:
         self.held: list[Held] = ["whole"] * count
         self.places: list[Ints] = [np.full((self.micro_batches, self.slices), -1) for _ in range(count)]
         self.orders: dict[int, list[PlanTask]] = {}
+        self.codecs: dict[int, CodecChoice] = {}
         self.befores: list[tuple[PlanTask, PlanTask]] = []
 
     def _inside(self, ranks: int | Sequence[int] | Ints) -> Ints:
@@ -205,6 +208,16 @@ class ModelPlan:
             raise InvalidArgument(unknown("held", held, get_args(Held)))
         for index in self.indices(blocks):
             self.held[index] = held
+
+    def compress(self, blocks: Blocks, codec: CodecChoice) -> None:
+        """Compress the outputs of blocks and their gradients, where they go to other ranks; see `codecs`.
+
+        Raises:
+            InvalidArgument: see `payload_codec`.
+        """
+        for index in self.indices(blocks):
+            payload_codec(codec, self.profile.blocks[index].dtype)
+            self.codecs[index + 1] = codec
 
     def _add(self, index: int, cut: BlockCut) -> None:
         if (self.places[index] >= 0).any():

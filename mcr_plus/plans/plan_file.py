@@ -46,6 +46,7 @@ class SavedModelPlan(StrictModel):
     blocks: tuple[_SavedBlock, ...]
     orders: dict[int, tuple[str, ...]]
     befores: tuple[tuple[str, str], ...]
+    codecs: dict[int, str | dict[str, Any]] = Field(default_factory=dict)
 
     def plan(self, profile: Profile) -> ModelPlan:
         """Return the plan of a profile.
@@ -76,6 +77,8 @@ class SavedModelPlan(StrictModel):
             plan.places[index] = places.reshape(plan.places[index].shape)
         plan.orders = {rank: [_task(text) for text in order] for rank, order in self.orders.items()}
         plan.befores = [(_task(first), _task(second)) for first, second in self.befores]
+        for tensor, codec in self.codecs.items():
+            plan.compress(tensor - 1, codec)
         if sorted(plan.orders) != list(range(self.ranks)):
             raise InvalidArgument(f"plan: expected the orders of its {self.ranks} ranks")
         check_tasks(plan)
@@ -99,7 +102,7 @@ def plan_text(plan: ModelPlan) -> str:
     head: dict[str, Any] = {
         "version": VERSION, "model": plan.profile.model, "name": plan.name, "ranks": plan.ranks,
         "micro_batches": plan.micro_batches, "slices": np.diff([0, *plan.slice_ends]).tolist() or 1,
-        "befores": [tuple(map(_text, pair)) for pair in plan.befores],
+        "befores": [tuple(map(_text, pair)) for pair in plan.befores], "codecs": plan.codecs,
     }  # fmt: skip
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     lines.append(' "blocks": [\n  ' + ",\n  ".join(map(json.dumps, blocks)) + "\n ]")

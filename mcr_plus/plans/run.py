@@ -457,10 +457,13 @@ class ParallelModel:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         key = transfer[:4]
-        x = self._made.pop(key, None)
+        x, codec, tag = self._made.pop(key, None), self.plan.codecs.get(transfer.tensor), transfer.tag
+        if isinstance(codec, Mapping) and "error_feedback" in codec:
+            tag = f"{tag}.{transfer.tensor}"  # residuals belong to a tag
         work = redistribute(
             x, transfer.made, transfer.needed, group=self._groups.transfers[transfer.ranks], async_op=True,
-            dtype=getattr(torch, self.plan.blocks[transfer.tensor - 1].dtype), tag=transfer.tag,
+            dtype=getattr(torch, self.plan.blocks[transfer.tensor - 1].dtype), tag=tag,
+            compress=codec,
         )  # fmt: skip
         if self.rank in transfer.needed.locals:
             self._moving[key] = work

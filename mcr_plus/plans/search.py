@@ -27,6 +27,7 @@ from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.codecs import CodecChoice, transfer_codec
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
@@ -34,9 +35,12 @@ from mcr_plus.plans.named import hybrid, mesh
 from mcr_plus.plans.proof import ProvedPlan, check_random, prove, seconds_of, share_of
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, Floats, Ints, solve
 from mcr_plus.plans.tensors import PlanTensors
+from mcr_plus.tables.scaling import Placement
 
 SIMULATED: Final = 64
 """Most ranks of plans that are simulated in full."""
+SLACK: Final = 0.05
+"""Part of a step that a milder codec may take longer."""
 _UNBOUND: Final = 1 << 50
 
 
@@ -64,7 +68,8 @@ class PlanChoice(NamedTuple):
 class FoundModelPlan:
     """A plan that a search has found.
 
-    `seconds`: of a step, by the search's model. `memory`: most bytes of a rank, by the same.
+    `seconds`: of a step, by the search's model. `memory`: most bytes of a rank, by the same. `allowed`:
+    codecs.
     """
 
     choice: PlanChoice
@@ -73,13 +78,16 @@ class FoundModelPlan:
     profile: Profile = field(repr=False)
     ranks: int
     costs: ClusterCosts = field(repr=False)
+    allowed: Sequence[CodecChoice] = ()
 
     @cached_property
     def plan(self) -> ProvedPlan:
         """The plan, proved."""
         choice = self.choice._asdict()
         choice["stages"] = list(self.choice.stages)
-        return prove(hybrid(self.profile, self.ranks, name="auto", **choice))
+        proved = prove(hybrid(self.profile, self.ranks, name="auto", **choice))
+        choose_codecs(proved, self.costs, self.allowed)
+        return proved
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -115,23 +123,29 @@ class SearchResult:
 
 def search(
     profile: Profile, ranks: int, costs: ClusterCosts, *, memory: int | None = None, best: int = 4,
-    micro_batches: Sequence[int] | None = None,
+    micro_batches: Sequence[int] | None = None, codecs: Sequence[CodecChoice] = (),
 ) -> SearchResult:  # fmt: skip
     """Return the best plans of a profile on a cluster, the fastest first.
 
     Args:
         ranks: their number. costs: of operations, with the topology. memory: bytes of a rank; None: no bound.
         best: number of plans to return. micro_batches: numbers to try; None: powers of two.
+        codecs: allowed for tensors between stages of up to 64 ranks; see `choose_codecs`.
 
     Raises:
-        InvalidArgument: no plan has so little memory, and the text says how much more has one; or the
-            topology, or every combination, has another number of ranks.
+        InvalidArgument: no plan has so little memory, and the text says how much more has one; the topology,
+            or every combination, has another number of ranks; a codec is unknown, or the ranks are too many
+            for codecs.
     """
     if not 1 <= ranks <= costs.topology.ranks:
         raise InvalidArgument(f"ranks: {ranks}; the topology has {costs.topology.ranks}")
+    if codecs and ranks > SIMULATED:
+        raise InvalidArgument(
+            f"codecs: {ranks} ranks; expected at most {SIMULATED}, whose steps are simulated"
+        )
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
-    tables = _Tables(profile, fastest)
+    tables = _Tables(profile, fastest, codecs)
     work = sum(block.forward + block.backward for block in profile.blocks)
     found: list[FoundModelPlan] = []
     tried = 0
@@ -150,7 +164,7 @@ def search(
             nearest = solved.memory, of_blocks, stages, choice.micro_batches
         if solved.seconds < worst:
             done = choice._replace(stages=solved.stages, recompute=solved.recompute)
-            found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs))
+            found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs, codecs))
             found.sort(key=lambda each: each.seconds)
             del found[2 * best :]
     if nearest is None:
@@ -162,6 +176,41 @@ def search(
         raise InvalidArgument(text)
     ordered = sorted(found, key=lambda each: each.step)
     return SearchResult(tuple(ordered[:best]), work / ranks, tried)
+
+
+def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[CodecChoice]) -> None:
+    """Give each tensor between ranks the mildest codec with which a step takes about as long as with any.
+
+    So slow links get strong codecs, and links for which the step does not wait get none: the ratio by link of
+    AdaTopK (FusionLLM; Tang et al. 2024, arXiv 2410.12707), with the simulated step in place of a formula.
+
+    Args:
+        allowed: codecs that the user accepts, in any order.
+
+    Raises:
+        InvalidArgument: see `codecs.payload_codec`.
+    """
+    plan = proved.plan
+    moved = sorted({each.tensor for each in proved.transfers}) if allowed else []
+
+    def choices(tensor: int) -> list[CodecChoice | None]:
+        """Return the codecs, the mildest first."""
+        dtype, size = plan.blocks[tensor - 1].dtype, plan.blocks[tensor - 1].output
+        return [None, *sorted(allowed, key=lambda each: -transfer_codec(each, dtype).wire(size))]
+
+    def step(tensor: int, choice: CodecChoice | None) -> float:
+        plan.codecs.pop(tensor, None)
+        if choice is not None:
+            plan.codecs[tensor] = choice
+        return foretell(proved, costs).step_s
+
+    plan.codecs = {tensor: last for tensor in moved if (last := choices(tensor)[-1]) is not None}
+    for tensor in moved:  # the strongest may take longer to encode than it saves
+        step(tensor, min(reversed(choices(tensor)), key=lambda choice: step(tensor, choice)))
+    most = (1 + SLACK) * foretell(proved, costs).step_s if moved else 0.0
+    for tensor in moved:
+        used = plan.codecs.get(tensor)
+        step(tensor, next(each for each in choices(tensor) if each is used or step(tensor, each) <= most))
 
 
 def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batches: int) -> str:
@@ -206,8 +255,8 @@ def _divisors(number: int) -> list[int]:
 class _Tables:
     """Costs of blocks by combination; those of one micro-batch depend on its share of the batch alone."""
 
-    def __init__(self, profile: Profile, costs: BestCosts) -> None:
-        self.profile, self.costs = profile, costs
+    def __init__(self, profile: Profile, costs: BestCosts, codecs: Sequence[CodecChoice]) -> None:
+        self.profile, self.costs, self.codecs = profile, costs, codecs
         self._known: dict[object, Any] = {}
 
     def of(self, choice: PlanChoice, stages: int) -> BlockCosts:
@@ -230,15 +279,28 @@ class _Tables:
             if held == "parameters":
                 gathers = np.array([self._time("all_gather", int(n), group) for n in parameters])
                 transient, transient_again = transient + parameters, transient_again + parameters
-        sends = np.zeros(len(seconds))
-        if stages > 1:
-            sends = np.array([2 * self._time("send", int(n), (0, every)) for n in output])
+        sends = np.zeros((len(seconds), stages))
+        alike: dict[Placement, Floats] = {}
+        for stage in range(stages - 1):
+            pair = stage * every, (stage + 1) * every
+            place = self.costs.topology.placement(pair)
+            if place not in alike:
+                alike[place] = np.array([self._sent(index, int(n), pair) for index, n in enumerate(output)])
+            sends[:, stage] = alike[place]
         inner = self._within(within, range(tensor), outside)
         seconds = seconds + inner + 2 * gathers
         again = again + inner / 2 * (inner > 0)
         return BlockCosts(
             seconds, again, kept, kept_input, fixed, transient, transient_again, output, sends, sums
         )
+
+    def _sent(self, block: int, nbytes: int, pair: Sequence[int]) -> float:
+        """Return the seconds of a block's output and its gradient, with the fastest codec."""
+        found, dtype = [self._time("send", nbytes, pair)], self.profile.blocks[block].dtype
+        for codec in (transfer_codec(choice, dtype) for choice in self.codecs if nbytes):
+            coding = nbytes // codec.itemsize * (codec.encode + codec.decode)
+            found.append(coding + self._time("send", codec.wire(nbytes), pair))
+        return 2 * min(found)
 
     def _time(self, kind: str, nbytes: int, group: Sequence[int]) -> float:
         if not nbytes or len(group) < 2:

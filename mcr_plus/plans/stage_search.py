@@ -23,7 +23,7 @@ class BlockCosts(NamedTuple):
     """Of each block for one micro-batch on a rank: seconds, bytes kept, and the same if it is recomputed.
 
     `fixed`: bytes of parameters, gradients and state. `transient`: bytes while it runs. `output`: bytes that
-    go to the next stage. `sends`: seconds of this. `sums`: seconds of the gradients' sum.
+    go to the next stage. `sends`: seconds of this, [blocks, stages]. `sums`: seconds of the gradients' sum.
     """
 
     seconds: Floats
@@ -42,9 +42,10 @@ def prepare() -> None:
     """Compile the kernels of a search, or load them from disk."""
     ones = np.ones(2)
     few = np.ones(2, np.int64)
-    solve(BlockCosts(ones, ones, few, few, few, few, few, few, ones, ones), 1, 1, CELLS)
-    solve(BlockCosts(ones, ones, few * CELLS, few, few, few, few, few, ones, ones), 1, 1, CELLS)
-    solve(BlockCosts(ones, ones, few * CELLS, few * CELLS, few, few, few, few, ones, ones), 1, 1, CELLS)
+    sends = np.ones((2, 1))
+    for kept, kept_input in ((1, 1), (CELLS, 1), (CELLS, CELLS)):
+        bytes_ = few * kept, few * kept_input, few, few, few, few
+        solve(BlockCosts(ones, ones, *bytes_, sends, ones), 1, 1, CELLS)
 
 
 class Solution(NamedTuple):
@@ -72,7 +73,8 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
             best[stage] = best[0]
         else:
             _stage_times(*_in_cells(costs, inflight, most), best[stage])
-    sends = np.append(costs.sends[:-1], 0.0)
+    sends = costs.sends.copy()
+    sends[-1] = 0.0
     seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
     if not np.isfinite(seconds):
         alive = np.minimum(stages - np.arange(stages), micro_batches)
@@ -174,9 +176,9 @@ def _with_most(best, sends, sums, limit, times, firsts):  # type: ignore[no-unty
         for end in range(stage + 1, count + 1):
             for begin in range(stage, end):
                 own = best[stage, begin, end]
-                if max(own, sends[end - 1]) > limit or times[stage, begin] == np.inf:
+                if max(own, sends[end - 1, stage]) > limit or times[stage, begin] == np.inf:
                     continue
-                own += sends[end - 1]
+                own += sends[end - 1, stage]
                 if stage == 0:
                     for block in range(end):
                         own += sums[block]
@@ -195,7 +197,7 @@ def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-de
     for stage in range(stages):
         for begin in range(count):
             for end in range(begin + 1, count + 1):
-                limits[number] = max(best[stage, begin, end], sends[end - 1])
+                limits[number] = max(best[stage, begin, end], sends[end - 1, stage])
                 number += 1
     limits = np.unique(limits)
     times, firsts = np.empty((stages + 1, count + 1)), np.zeros((stages, count + 1), np.int64)

@@ -34,13 +34,17 @@ LinkClass = Literal["inside", "nic", "uplink"]
 
 
 class Placement(NamedTuple):
-    """Placement of a group's ranks: numbers of nodes and racks, and most ranks in a node and in a rack."""
+    """Placement of a group's ranks: numbers of nodes and racks, and most ranks in a node and in a rack.
+
+    `slowest`: rate of the slowest of their NICs, if it is another than usual.
+    """
 
     ranks: int
     nodes: int
     per_node: int
     racks: int = 1
     per_rack: int = 0
+    slowest: float | None = None
 
     @property
     def widest(self) -> LinkClass:

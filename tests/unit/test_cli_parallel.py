@@ -49,7 +49,7 @@ def test_the_document(folder: Path) -> None:
     assert 1 <= len(plans) <= 4
     assert plans[0].keys() == {
         "data", "tensor", "micro_batches", "held", "outside", "stages", "recompute", "step_ms", "model_ms",
-        "peak_bytes",
+        "peak_bytes", "codecs",
     }  # fmt: skip
     for each in plans:
         assert each["data"] * each["tensor"] * len(each["stages"]) == 4
@@ -59,6 +59,20 @@ def test_the_document(folder: Path) -> None:
     assert steps == sorted(steps)
     assert document["bound_ms"] == pytest.approx(1e3 * 4 * 0.03 / 4)
     assert document["gap"] == pytest.approx(1 - document["bound_ms"] / steps[0])
+
+
+def test_codecs_for_slow_links(folder: Path, profile: Profile) -> None:
+    (folder / "cluster.yaml").write_text(
+        CLUSTER.replace("ranks_per_node: 2", "ranks_per_node: 1").replace("rate: 1Gbit/s", "rate: 1Mbit/s")
+    )
+    words = ("--codec", "bf16", "--codec", "{codec: topk, ratio: 0.1}", "-o", folder / "plan.json")
+    answer = plan(folder, *words)
+    assert answer.returncode == 0, answer.stderr
+    assert "to the next one with {'codec': 'topk', 'ratio': 0.1}" in answer.stdout
+    (codec,) = load_plan(folder / "plan.json", profile).codecs.values()
+    assert codec == {"codec": "topk", "ratio": 0.1}
+    assert "unknown codec 'int5'" in plan(folder, "--codec", "int5").stderr
+    assert "codec: document: not valid YAML" in plan(folder, "--codec", "{codec").stderr
 
 
 def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:

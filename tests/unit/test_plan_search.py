@@ -43,7 +43,9 @@ def instance(draw: random.Random) -> tuple[Costs, int, int, int]:
         "seconds": [0.1 + draw.random() for _ in range(blocks)], "again": times(), "kept": sizes(2),
         "kept_input": sizes(0.5), "fixed": sizes(1), "transient": transient,
         "transient_again": [own + more for own, more in zip(transient, sizes(0.5), strict=True)],
-        "output": sizes(0.3), "sends": [draw.choice([0.0, 1.5]) * draw.random() for _ in range(blocks)],
+        "output": sizes(0.3), "sends": [
+            [draw.choice([0.0, 1.5]) * draw.random() for _ in range(stages)] for _ in range(blocks)
+        ],
         "sums": times(),
     }  # fmt: skip
     return costs, stages, micro_batches, draw.randint(1, 8 * size)
@@ -72,7 +74,7 @@ def step_of(
     for number, blocks in enumerate(stages):
         inflight = min(len(stages) - number, micro_batches)
         seconds, nbytes, own = stage_of(costs, blocks, recomputed & set(blocks), inflight, most)
-        send = costs["sends"][blocks[-1]] if number < len(stages) - 1 else 0.0
+        send = costs["sends"][blocks[-1]][number] if number < len(stages) - 1 else 0.0
         total += seconds + send
         slowest = max(slowest, seconds, send)
         peak, fits = max(peak, nbytes), fits and own

@@ -629,7 +629,7 @@ def test_a_cluster_is_read_with_its_units(tmp_path: Path) -> None:
         [2e-6, 5e-6, 6.5e-6]
     )
     assert [found.shared(link) for link in ("inside", "nic", "uplink")] == [False, False, True]
-    assert found.placement([0, 1, 4, 16]) == (4, 3, 2, 2, 3)
+    assert found.placement([0, 1, 4, 16]) == (4, 3, 2, 2, 3, None)
     changed = found.changed(["nic=400Gbit/s", "nic.per=node", "nodes=16", "uplink=1Tbit/s"])
     assert (changed.rate("nic"), changed.shared("nic"), changed.nodes, changed.rate("uplink")) == (
         50e9,

@@ -1,0 +1,91 @@
+"""Codecs of a plan's transfers, and their times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Final, NamedTuple
+
+import torch
+
+from mcr_plus.compression.codec import PayloadCodec
+from mcr_plus.compression.options import codec_of
+from mcr_plus.compression.policy import options_from_call, refusal_of_any_shape
+from mcr_plus.compression.stage import prepare
+from mcr_plus.config.document import parse_document
+from mcr_plus.core.message import Signature, frozen, thawed
+from mcr_plus.errors import InvalidArgument
+
+_VALUES: Final = 1 << 18  # to measure a codec
+
+CodecChoice = str | Mapping[str, object]
+"""A codec as in `compress=`."""
+
+
+class TransferCodec(NamedTuple):
+    """A codec of transfers, and seconds to encode and to decode a value, measured in this process."""
+
+    codec: PayloadCodec
+    itemsize: int
+    encode: float
+    decode: float
+
+    def wire(self, nbytes: int) -> int:
+        """Return the bytes of a payload for `nbytes` bytes of values."""
+        return self.codec.wire_nbytes(-(-nbytes // self.itemsize))
+
+
+def parse_codec(text: str) -> CodecChoice:
+    """Return a codec by its name, or by YAML with its options: `{codec: topk, ratio: 0.1}`.
+
+    Raises:
+        ConfigError: the text is no mapping.
+    """
+    return parse_document(text, "codec", Path(), versioned=False).data if text.startswith("{") else text
+
+
+def payload_codec(choice: CodecChoice, dtype: str) -> PayloadCodec:
+    """Return a codec for transfers of a dtype.
+
+    Raises:
+        InvalidArgument: it is unknown, or its options are; it does not take the dtype, or its payloads have
+            no fixed size.
+    """
+    compress = frozen(choice) if isinstance(choice, Mapping) else choice
+    what = Signature(
+        "all_to_all_v", getattr(torch, dtype), (), None, "plan", 2, tag="plan.forward", compress=compress
+    )
+    options = options_from_call(what)
+    codec = None if options.codec == "none" else codec_of(options)
+    reason = None if codec is None else refusal_of_any_shape(codec, options, what)
+    if not isinstance(codec, PayloadCodec) or not codec.traits.fixed_rate or reason is not None:
+        why = reason or "its payloads have no fixed size"
+        raise InvalidArgument(f"codec {choice!r}, of a plan: {why}; expected one such as int8_block")
+    return codec
+
+
+def transfer_codec(choice: CodecChoice, dtype: str) -> TransferCodec:
+    """Return a codec of transfers with its times. Raises `InvalidArgument` as `payload_codec` does."""
+    return _measured(frozen(choice) if isinstance(choice, Mapping) else choice, dtype)
+
+
+@cache
+def _measured(compress: str | tuple[tuple[str, object], ...], dtype: str) -> TransferCodec:
+    codec = payload_codec(thawed(compress) if isinstance(compress, tuple) else compress, dtype)
+    values = torch.linspace(-1.0, 1.0, _VALUES, dtype=getattr(torch, dtype))
+    prepare(codec, values.dtype)
+    wire = torch.empty(codec.wire_numel(_VALUES), dtype=codec.wire_dtype)
+    seconds = (_seconds(lambda: codec.encode(values, wire)), _seconds(lambda: codec.decode(wire, values)))
+    return TransferCodec(codec, values.itemsize, *seconds)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Return the least seconds of a value."""
+    best = float("inf")
+    for _ in range(3):
+        begin = perf_counter()
+        run()
+        best = min(best, perf_counter() - begin)
+    return best / _VALUES

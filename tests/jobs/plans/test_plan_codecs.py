@@ -1,0 +1,103 @@
+"""Codecs of transfers: a pipeline whose stages exchange rounded values, against one process that rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import mcr_plus as mcr
+from mcr_plus.plans.named import hybrid
+
+WIDTH, ITEMS, STEPS, MICRO_BATCHES = 12, 10, 4, 2
+
+
+class Channel:
+    """Values rounded to bfloat16; with `feedback`, what is lost is added to the next ones."""
+
+    def __init__(self, feedback: bool) -> None:
+        self.feedback, self.lost = feedback, torch.zeros(())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        given = x + self.lost
+        sent = given.bfloat16().float()
+        self.lost = self.feedback * (given - sent)
+        return sent
+
+
+class Sent(torch.autograd.Function):
+    """Send values, and their gradient back, over channels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Channel, back: Channel) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        return ctx.back(dy[0]), None, None
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(ITEMS, WIDTH, generator=random), torch.randn(ITEMS, WIDTH, generator=random)
+
+
+def one_process(bounds: dict[int, bool]) -> list[float]:
+    """Return the losses of a model with channels after the layers `bounds`, with or without feedback."""
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    channels = {number: (Channel(feedback), Channel(feedback)) for number, feedback in bounds.items()}
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in zip(*(each.chunk(MICRO_BATCHES) for each in batch(step)), strict=True):
+            for number, each in enumerate(model):
+                x = each(x)
+                x = Sent.apply(x, *channels[number]) if number in channels else x  # type: ignore[no-untyped-call]
+            loss = nn.functional.mse_loss(x, y) / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def trained(compressed: dict[int, Any]) -> list[float]:
+    """Return the losses of a pipeline on three ranks."""
+    with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
+        model, loss = layers(), nn.functional.mse_loss
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        profile = mcr.profile(model, batch(0), optimizer=optimizer, loss=loss, repeats=1)
+        stages = [range(2), range(2, 4), range(4, 7)]
+        plan = hybrid(profile, comm.size, stages=stages, micro_batches=MICRO_BATCHES)
+        for block, codec in compressed.items():
+            plan.compress(int(block), codec)
+        parallel = mcr.parallelize(model, optimizer, plan, loss=loss)
+        losses = []
+        for step in range(STEPS):
+            losses.append(float(parallel.step(batch(step))))
+            optimizer.step()
+        return losses
+
+
+FEEDBACK = {"codec": "bf16", "error_feedback": True}
+
+
+@pytest.mark.parametrize(
+    "compressed", [{1: "bf16"}, {1: "bf16", 3: "bf16"}, {1: FEEDBACK, 3: FEEDBACK}, {3: FEEDBACK}]
+)
+def test_the_transfers_that_a_plan_names_are_compressed(compressed: dict[int, Any]) -> None:
+    expected = one_process({block: codec is FEEDBACK for block, codec in compressed.items()})
+    for result in run_ranks(trained, 3, args=[compressed]):
+        assert result.value == pytest.approx(expected, rel=1e-6)
+        assert result.value != pytest.approx(one_process({}), rel=1e-6)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.blocks import Profile
-from mcr_plus.plans.codecs import CodecChoice, transfer_codec
+from mcr_plus.plans.codecs import CodecChoice, payload_codec, transfer_codec
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
@@ -143,6 +144,8 @@ def search(
         raise InvalidArgument(
             f"codecs: {ranks} ranks; expected at most {SIMULATED}, whose steps are simulated"
         )
+    for choice, dtype in product(codecs, {block.dtype for block in profile.blocks}):
+        payload_codec(choice, dtype)
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest, codecs)

@@ -72,7 +72,7 @@ def test_codecs_for_slow_links(folder: Path, profile: Profile) -> None:
     (codec,) = load_plan(folder / "plan.json", profile).codecs.values()
     assert codec == {"codec": "topk", "ratio": 0.1}
     assert "unknown codec 'int5'" in plan(folder, "--codec", "int5").stderr
-    assert "codec: document: not valid YAML" in plan(folder, "--codec", "{codec").stderr
+    assert "codec:1: document: not valid YAML" in plan(folder, "--codec", "{codec").stderr
 
 
 def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:

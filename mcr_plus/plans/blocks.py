@@ -96,7 +96,8 @@ class Profile(StrictModel):
     """Blocks of a model in the order of the forward pass; see `mcr.profile`.
 
     `model`: hash of the trained parameters' names, shapes and dtypes. `input`: shape of the first block's
-    input. `state_of`: class of the optimizer. `unused`: parameters that no block uses.
+    input. `state_of`: class of the optimizer. `unused`: parameters that no block uses. `sliced`: the model
+    can run slices of its sequences in turn.
     """
 
     version: Literal[1]
@@ -105,6 +106,7 @@ class Profile(StrictModel):
     input: tuple[_Length, ...]
     state_of: str | None
     unused: tuple[str, ...]
+    sliced: bool = False
     blocks: tuple[ModelBlock, ...] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -39,13 +39,13 @@ def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None 
 def mesh(
     profile: Profile, ranks: int, *, data: int = 1, tensor: int = 1, stages: Sequence[range] | int = 1,
     micro_batches: int = 1, outside: str | None = None, held: Held = "whole", name: str = "plan",
-    loops: int = 1,
+    loops: int = 1, slices: int | Sequence[int] = 1,
 ) -> tuple[ModelPlan, list[range], Ints]:  # fmt: skip
     """Return a plan without orders whose ranks are a mesh [stages, data, tensor], its stages, and the mesh.
 
     With `loops`, each rank of the first dimension has several stages, in turn.
     """
-    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name=name)
+    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, slices=slices, name=name)
     cuts = plan.stages(stages * loops) if isinstance(stages, int) else list(stages)
     count = len(cuts) // loops
     if count * data * tensor != ranks:
@@ -212,19 +212,24 @@ def schedule_steps(
 def hybrid(
     profile: Profile, ranks: int, *, data: int = 1, tensor: int = 1, stages: Sequence[range] | int = 1,
     micro_batches: int = 1, schedule: Schedule = "1f1b", outside: str | None = None, held: Held = "whole",
-    recompute: Blocks = (), name: str = "hybrid",
+    recompute: Blocks = (), slices: int | Sequence[int] = 1, name: str = "hybrid",
 ) -> ModelPlan:  # fmt: skip
-    """Cut data and parameters within the stages of a pipeline."""
+    """Cut data and parameters within the stages of a pipeline.
+
+    With slices of sequences, all forward passes come before backward ones, whatever `schedule` is.
+    """
     plan, cuts, at = mesh(
         profile, ranks, data=data, tensor=tensor, stages=stages, micro_batches=micro_batches,
-        outside=outside, held=held, name=name,
+        outside=outside, held=held, name=name, slices=slices,
     )  # fmt: skip
     if schedule not in ("gpipe", "1f1b", "eager-1f1b", "zero-bubble"):
         known = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble")
         raise InvalidArgument(unknown("schedule", schedule, known))
+    plan.recompute(recompute)
+    if plan.slices > 1:
+        return plan  # in the default order, in which backward passes begin with the last slice
     if schedule == "zero-bubble":
         plan.split_backward(...)
-    plan.recompute(recompute)
     for stage in range(len(cuts)):
         plan.order(at[stage].ravel().tolist(), schedule_steps(schedule, stage, len(cuts), micro_batches))
     return plan
@@ -269,10 +274,7 @@ def terapipe(
 
     `slices`: their number, or their lengths: later ones attend to more, and should be shorter.
     """
-    plan = ModelPlan(profile, ranks, micro_batches=micro_batches, slices=slices, name="terapipe")
-    for rank, stage in enumerate(plan.stages(ranks)):
-        plan.assign(stage, rank)
-    return plan  # in the default order: forward passes, and then backward ones from the last slice
+    return hybrid(profile, ranks, stages=ranks, micro_batches=micro_batches, slices=slices, name="terapipe")
 
 
 def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int = 2) -> ModelPlan:

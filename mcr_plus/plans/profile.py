@@ -30,6 +30,7 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
 from mcr_plus.plans.measuring import AxisBytes, Boundary, MeasuredPass, state_bytes
+from mcr_plus.plans.slices import can_slice
 from mcr_plus.plans.whole import LossFunction, WholeModel, nbytes_of, rows_of, tensors_in
 
 _FEW: Final = 4  # part of the batch whose times are measured, too
@@ -391,6 +392,7 @@ def profile(
         version=VERSION, model=model_hash(trained), device=whole.device.type, input=segments[0].input.shape,
         state_of=None if optimizer is None else type(optimizer).__name__,
         unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
+        sliced=can_slice(model, blocks),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Final, NamedTuple
@@ -32,7 +32,7 @@ from mcr_plus.plans.codecs import CodecChoice, payload_codec, transfer_codec
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
-from mcr_plus.plans.named import hybrid, mesh
+from mcr_plus.plans.named import Schedule, hybrid, mesh
 from mcr_plus.plans.proof import ProvedPlan, check_random, prove, seconds_of, share_of
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, Floats, Ints, solve
 from mcr_plus.plans.tensors import PlanTensors
@@ -42,6 +42,8 @@ SIMULATED: Final = 64
 """Most ranks of plans that are simulated in full."""
 SLACK: Final = 0.05
 """Part of a step that a milder codec may take longer."""
+_TASKS: Final = 1 << 13
+"""Most forward passes of plans for which schedules are compared."""
 _UNBOUND: Final = 1 << 50
 
 
@@ -55,6 +57,8 @@ class PlanChoice(NamedTuple):
     outside: str | None
     stages: tuple[range, ...] = ()
     recompute: tuple[int, ...] = ()
+    schedule: Schedule = "1f1b"
+    slices: int = 1
 
     def __str__(self) -> str:
         parts = [f"data {self.data}", f"tensor {self.tensor}", f"stages {len(self.stages)}"]
@@ -62,6 +66,8 @@ class PlanChoice(NamedTuple):
         parts += [f"{self.held} in shards"] if self.held != "whole" else []
         parts += [f"{self.outside} between sums"] if self.outside else []
         parts += [f"{len(self.recompute)} blocks recomputed"] if self.recompute else []
+        parts += [f"{self.slices} slices"] if self.slices > 1 else []
+        parts += [self.schedule] if self.schedule != "1f1b" else []
         return ", ".join(parts)
 
 
@@ -144,8 +150,8 @@ def search(
         raise InvalidArgument(
             f"codecs: {ranks} ranks; expected at most {SIMULATED}, whose steps are simulated"
         )
-    for choice, dtype in product(codecs, {block.dtype for block in profile.blocks}):
-        payload_codec(choice, dtype)
+    for codec, dtype in product(codecs, {block.dtype for block in profile.blocks}):
+        payload_codec(codec, dtype)
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest, codecs)
@@ -177,8 +183,12 @@ def search(
     if not found:
         text = f"memory: {about(most)}; the nearest plan needs {_missing(most, *nearest)} more on some rank"
         raise InvalidArgument(text)
-    ordered = sorted(found, key=lambda each: each.step)
-    return SearchResult(tuple(ordered[:best]), work / ranks, tried)
+    ordered = [_best_schedule(each, most) for each in sorted(found, key=_step)[:best]]
+    return SearchResult(tuple(sorted(ordered, key=_step)), work / ranks, tried)
+
+
+def _step(found: FoundModelPlan) -> float:
+    return found.step
 
 
 def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[CodecChoice]) -> None:
@@ -249,6 +259,24 @@ def _choices(
                 for held in helds if stages == 1 else helds[:2]:
                     for outside in (None, "sequence") if tensor > 1 and sequence else (None,):
                         yield PlanChoice(data, tensor, micro, held, outside), stages
+
+
+def _best_schedule(found: FoundModelPlan, most: int) -> FoundModelPlan:
+    """Return the stages in another schedule, or with slices of sequences, if that is faster and fits."""
+    choice, profile = found.choice, found.profile
+    if len(choice.stages) == 1 or found.ranks * len(profile.blocks) * choice.micro_batches > _TASKS:
+        return found
+    schedules: list[Schedule] = ["eager-1f1b"] if choice.recompute else ["eager-1f1b", "zero-bubble"]
+    others = [choice._replace(schedule=schedule) for schedule in schedules]
+    sliced = profile.sliced and choice.outside is None
+    length = profile.blocks[0].axes["sequence"].parts[0] if sliced else 1
+    others += [choice._replace(slices=slices) for slices in (2, 4, 8) if slices <= length]
+    best = found
+    for other in others:
+        made = replace(found, choice=other)
+        if made.step < best.step and made.peak <= most:
+            best = made
+    return best
 
 
 def _divisors(number: int) -> list[int]:

@@ -8,6 +8,7 @@ backward passes of later slices, which come first, add up gradients.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mcr_plus.errors import Unsupported
+from mcr_plus.plans.blocks import ModelBlock
 from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.part import run_whole_before
 from mcr_plus.plans.whole import tensors_in
@@ -61,9 +63,7 @@ class PastSlices:
                 "model: slices need its method mcr_slice(batch, begin, end), a slice of a batch"
             )
         for one, is_split in zip(plan.blocks, plan.split, strict=True):
-            names = [name for name in one.name.split(" + ") if name != "loss"]
-            modules = [module for name in names for module in model.get_submodule(name).modules()]
-            found = [module for module in modules if hasattr(module, "forward_slice")]
+            found = _sliced(model, one)
             if one.axes["sequence"].how == "gather" and not found:
                 raise Unsupported(f"{one.name}: slices of its sequence need a module with {_WANTED}")
             if is_split:
@@ -82,3 +82,19 @@ class PastSlices:
         now.roots += zip(tensors_in(new), tensors_in(kept[now.slice]), strict=True)
         output: Tensor = y
         return output
+
+
+def can_slice(model: nn.Module, blocks: Sequence[ModelBlock]) -> bool:
+    """Return whether blocks of a model can run slices of its sequences in turn."""
+    axes = [block.axes.get("sequence") for block in blocks]
+    return hasattr(model, "mcr_slice") and all(
+        axis is not None and (axis.how == "split" or _sliced(model, block))
+        for axis, block in zip(axes, blocks, strict=True)
+    )
+
+
+def _sliced(model: nn.Module, block: ModelBlock) -> list[Any]:
+    """Return the modules of a block that run in slices."""
+    names = [name for name in block.name.split(" + ") if name != "loss"]
+    modules = [module for name in names for module in model.get_submodule(name).modules()]
+    return [module for module in modules if hasattr(module, "forward_slice")]

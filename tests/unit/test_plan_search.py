@@ -14,8 +14,10 @@ from plan_blocks import chain, cluster, layer
 from tiers import examples
 
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.plans.foretell import cluster_costs
+from mcr_plus.plans.foretell import cluster_costs, foretell
 from mcr_plus.plans.memory import memory_of
+from mcr_plus.plans.named import hybrid
+from mcr_plus.plans.proof import prove
 from mcr_plus.plans.search import search
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, solve
 
@@ -207,6 +209,24 @@ def test_combinations_that_a_model_has_not_are_left_out() -> None:
     assert all(
         each.plan and not (each.choice.tensor > 1 and each.choice.outside is None) for each in found.plans
     )
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_pipeline_gets_the_fastest_schedule_that_fits(sliced: bool) -> None:
+    """Parameters are large, so that there are stages; of two items, slices fill the gaps, else W does."""
+    blocks = [
+        layer(number, items=2, length=16, heads=0, params=1 << 28, saved=MIB, output=1 << 14, forward=0.1)
+        for number in range(4)
+    ]
+    profile = chain(blocks, items=2, length=16).model_copy(update={"sliced": sliced})
+    costs = costs_of(4, 1, nic="1Gbit/s")
+    best = search(profile, 4, costs).plans[0]
+    assert len(best.choice.stages) == 4
+    assert (best.choice.schedule, best.choice.slices) == (("1f1b", 8) if sliced else ("zero-bubble", 1))
+    plain = foretell(prove(hybrid(profile, 4, stages=4, micro_batches=2)), costs).step_s
+    assert best.step < plain == pytest.approx((2 + 3) * 0.15, rel=0.01)
+    if sliced:  # passes of 16 parts on 4 stages
+        assert best.step == pytest.approx((16 + 3) / 16 * 0.3, rel=0.02)
 
 
 def test_a_search_among_many_ranks_ends() -> None:

@@ -212,10 +212,11 @@ def schedule_steps(
 def hybrid(
     profile: Profile, ranks: int, *, data: int = 1, tensor: int = 1, stages: Sequence[range] | int = 1,
     micro_batches: int = 1, schedule: Schedule = "1f1b", outside: str | None = None, held: Held = "whole",
-    recompute: Blocks = (), slices: int | Sequence[int] = 1, name: str = "hybrid",
+    recompute: Blocks = (), sharded: Blocks = (), slices: int | Sequence[int] = 1, name: str = "hybrid",
 ) -> ModelPlan:  # fmt: skip
     """Cut data and parameters within the stages of a pipeline.
 
+    `sharded`: blocks whose parameters are in shards.
     With slices of sequences, all forward passes come before backward ones, whatever `schedule` is.
     """
     plan, cuts, at = mesh(
@@ -226,6 +227,7 @@ def hybrid(
         known = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble")
         raise InvalidArgument(unknown("schedule", schedule, known))
     plan.recompute(recompute)
+    plan.hold(sharded, "parameters")
     if plan.slices > 1:
         return plan  # in the default order, in which backward passes begin with the last slice
     if schedule == "zero-bubble":

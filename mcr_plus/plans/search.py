@@ -1,15 +1,15 @@
 """Search for a plan: data, tensor and pipeline parallelism, micro-batches, shards, and what is recomputed.
 
-For each combination of the former, stages of consecutive blocks are cut, and blocks to recompute chosen, so
-that a step of 1F1B takes least under a bound of memory:
+For each combination, stages of consecutive blocks are cut, and blocks to recompute and those with parameters
+in shards chosen, so that a step of 1F1B takes least under a bound of memory:
 
     step = Σ stages (time + transfer) + (micro-batches - 1) · max of all times and transfers + sums of stage 0
 
 with times and bytes of the profile, and costs of operations as in `foretell`. Given the combination this is
-exact: a stage's choice of what to recompute is a knapsack, and the cuts minimise sum and maximum together.
-Memory is counted in units of 1/1024 of the bound, rounded up. The best few are simulated in full. Stages by
-time and memory follow Alpa (Zheng et al. 2022, arXiv 2201.12023) and RaNNC (Tanaka et al. 2021); choices by
-layer under memory follow Galvatron (Miao et al. 2022, arXiv 2211.13878).
+exact: a stage's choices for its blocks are a knapsack, and the cuts minimise sum and maximum together. Memory
+is counted in units of 1/1024 of the bound, rounded up. The best few are simulated in full. Stages by time and
+memory follow Alpa (Zheng et al. 2022, arXiv 2201.12023) and RaNNC (Tanaka et al. 2021); choices by layer
+under memory follow Galvatron (Miao et al. 2022, arXiv 2211.13878).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class PlanChoice(NamedTuple):
     outside: str | None
     stages: tuple[range, ...] = ()
     recompute: tuple[int, ...] = ()
+    sharded: tuple[int, ...] = ()
     schedule: Schedule = "1f1b"
     slices: int = 1
 
@@ -66,6 +67,7 @@ class PlanChoice(NamedTuple):
         parts += [f"{self.held} in shards"] if self.held != "whole" else []
         parts += [f"{self.outside} between sums"] if self.outside else []
         parts += [f"{len(self.recompute)} blocks recomputed"] if self.recompute else []
+        parts += [f"{len(self.sharded)} with parameters in shards"] if self.sharded else []
         parts += [f"{self.slices} slices"] if self.slices > 1 else []
         parts += [self.schedule] if self.schedule != "1f1b" else []
         return ", ".join(parts)
@@ -172,7 +174,9 @@ def search(
         if not found and (nearest is None or solved.memory < nearest[0]):
             nearest = solved.memory, of_blocks, stages, choice.micro_batches
         if solved.seconds < worst:
-            done = choice._replace(stages=solved.stages, recompute=solved.recompute)
+            ways = np.array(solved.ways)
+            again, shards = (tuple(np.flatnonzero(one).tolist()) for one in (ways % 2 == 1, ways > 1))
+            done = choice._replace(stages=solved.stages, recompute=again, sharded=shards)
             found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs, codecs))
             found.sort(key=lambda each: each.seconds)
             del found[2 * best :]
@@ -255,8 +259,8 @@ def _choices(
                 continue
             numbers = [1 << power for power in range(11)] if micro_batches is None else micro_batches
             for micro in [n for n in numbers if n * data <= items and (n == 1 or all_cut)]:
-                helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer", "parameters")
-                for held in helds if stages == 1 else helds[:2]:
+                helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer")
+                for held in helds:
                     for outside in (None, "sequence") if tensor > 1 and sequence else (None,):
                         yield PlanChoice(data, tensor, micro, held, outside), stages
 
@@ -291,7 +295,10 @@ class _Tables:
         self._known: dict[object, Any] = {}
 
     def of(self, choice: PlanChoice, stages: int) -> BlockCosts:
-        """Return the costs of all blocks."""
+        """Return the costs of all blocks.
+
+        Their ways: as it is, recomputed, and on several ranks the same with parameters in shards.
+        """
         data, tensor, micro, held, outside = choice[:5]
         key = tensor, data * micro, outside
         if key not in self._known:
@@ -300,16 +307,27 @@ class _Tables:
         parameters, gradients, state = parts
         every = tensor * data
         group = range(0, every, tensor)  # of the first stage; other stages lie alike
-        fixed = gradients + parameters // (data if held == "parameters" else 1)
-        fixed = fixed + state // (1 if held == "whole" else data)
+        inner = self._within(within, range(tensor), outside)
+        extra = np.stack([0 * again, again + inner / 2 * (inner > 0)], axis=1)
+        keeps, transients = (
+            np.stack([kept, kept_input], axis=1),
+            np.stack([transient, transient_again], axis=1),
+        )
+        fixed = gradients + parameters + state // (1 if held == "whole" else data)
+        fixeds = np.stack([fixed, fixed], axis=1)
         sums = np.zeros(len(seconds))
-        gathers = np.zeros(len(seconds))
         if data > 1:
             kind = "all_reduce" if held == "whole" else "reduce_scatter"
             sums = np.array([self._time(kind, int(n), group) for n in gradients])
-            if held == "parameters":
-                gathers = np.array([self._time("all_gather", int(n), group) for n in parameters])
-                transient, transient_again = transient + parameters, transient_again + parameters
+            gathers = [2 * self._time("all_gather", int(n), group) for n in parameters]
+            for index, block in enumerate(self.profile.blocks):
+                if stages > 1 and block.shared:
+                    gathers[index] = math.inf  # its ranks are not those of the block that shares it
+            shards = gradients + parameters // data + state // data
+            extra = np.concatenate([extra, extra + np.array(gathers)[:, None]], axis=1)
+            fixeds = np.concatenate([fixeds, np.stack([shards, shards], axis=1)], axis=1)
+            keeps = np.concatenate([keeps, keeps], axis=1)
+            transients = np.concatenate([transients, transients + parameters[:, None]], axis=1)
         sends = np.zeros((len(seconds), stages))
         alike: dict[Placement, Floats] = {}
         for stage in range(stages - 1):
@@ -318,12 +336,7 @@ class _Tables:
             if place not in alike:
                 alike[place] = np.array([self._sent(index, int(n), pair) for index, n in enumerate(output)])
             sends[:, stage] = alike[place]
-        inner = self._within(within, range(tensor), outside)
-        seconds = seconds + inner + 2 * gathers
-        again = again + inner / 2 * (inner > 0)
-        return BlockCosts(
-            seconds, again, kept, kept_input, fixed, transient, transient_again, output, sends, sums
-        )
+        return BlockCosts(seconds + inner, extra, keeps, fixeds, transients, output, sends, sums)
 
     def _sent(self, block: int, nbytes: int, pair: Sequence[int]) -> float:
         """Return the seconds of a block's output and its gradient, with the fastest codec."""

@@ -20,19 +20,19 @@ _NO_MEMORY: Final = 1 << 62
 
 
 class BlockCosts(NamedTuple):
-    """Of each block for one micro-batch on a rank: seconds, bytes kept, and the same if it is recomputed.
+    """Of each block for one micro-batch on a rank, in several ways to save memory.
 
-    `fixed`: bytes of parameters, gradients and state. `transient`: bytes while it runs. `output`: bytes that
-    go to the next stage. `sends`: seconds of this, [blocks, stages]. `sums`: seconds of the gradients' sum.
+    `seconds`: in the first way. `extra`: further seconds of each way, [blocks, ways], 0 in the first one.
+    `kept`, `fixed`, `transient`: bytes kept for the backward pass; of parameters, gradients and state; while
+    the block runs; each [blocks, ways]. `output`: bytes that go to the next stage. `sends`: seconds of this,
+    [blocks, stages]. `sums`: seconds of the gradients' sum.
     """
 
     seconds: Floats
-    again: Floats
+    extra: Floats
     kept: Ints
-    kept_input: Ints
     fixed: Ints
     transient: Ints
-    transient_again: Ints
     output: Ints
     sends: Floats
     sums: Floats
@@ -40,25 +40,23 @@ class BlockCosts(NamedTuple):
 
 def prepare() -> None:
     """Compile the kernels of a search, or load them from disk."""
-    ones = np.ones(2)
-    few = np.ones(2, np.int64)
-    sends = np.ones((2, 1))
-    for kept, kept_input in ((1, 1), (CELLS, 1), (CELLS, CELLS)):
-        bytes_ = few * kept, few * kept_input, few, few, few, few
-        solve(BlockCosts(ones, ones, *bytes_, sends, ones), 1, 1, CELLS)
+    ones, extra, few = np.ones(2), np.array([[0.0, 1.0]] * 2), np.ones((2, 2), np.int64)
+    for kept in ([1, 1], [CELLS, 1], [CELLS, CELLS]):
+        sizes = few * kept, few, few, few[0]
+        solve(BlockCosts(ones, extra, *sizes, np.ones((2, 1)), ones), 1, 1, CELLS)
 
 
 class Solution(NamedTuple):
-    """Stages and recomputed blocks. Without any: infinite seconds. `memory`: bytes of the fullest stage."""
+    """Stages, and the way of each block; without any, infinite seconds. `memory`: most bytes of a stage."""
 
     seconds: float
     stages: tuple[range, ...]
-    recompute: tuple[int, ...]
+    ways: tuple[int, ...]
     memory: int
 
 
 def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: float = math.inf) -> Solution:
-    """Cut the blocks into stages, and choose what to recompute, for the least seconds under `most` bytes.
+    """Cut the blocks into stages, and choose their ways, for the least seconds under `most` bytes.
 
     `worst`: seconds from which a solution is of no use.
     """
@@ -78,91 +76,89 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
     seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
     if not np.isfinite(seconds):
         alive = np.minimum(stages - np.arange(stages), micro_batches)
-        return Solution(math.inf, (), (), int(_least_memory(*costs[2:8], alive)))
+        return Solution(math.inf, (), (), int(_least_memory(*costs[2:6], alive)))
     cuts = tuple(range(low, high) for low, high in pairwise(bounds.tolist()))
-    again: list[int] = []
+    ways: list[int] = []
     peak = 0
     for stage, blocks in enumerate(cuts):
         inflight = min(stages - stage, micro_batches)
         part = BlockCosts._make(each[blocks.start : blocks.stop] for each in costs)
-        flags = _recomputed(*_in_cells(part, inflight, most))
-        again += (blocks.start + np.flatnonzero(flags)).tolist()
-        peak = max(peak, stage_memory(part, flags, inflight))
-    return Solution(float(seconds), cuts, tuple(again), peak)
+        own = _ways(*_in_cells(part, inflight, most))
+        ways += own.tolist()
+        peak = max(peak, stage_memory(part, own, inflight))
+    return Solution(float(seconds), cuts, tuple(ways), peak)
 
 
-def stage_memory(costs: BlockCosts, again: NDArray[np.bool_], inflight: int) -> int:
+def stage_memory(costs: BlockCosts, ways: Ints, inflight: int) -> int:
     """Return the bytes of a stage with these blocks, which keeps `inflight` micro-batches."""
-    kept = np.where(again, costs.kept_input, costs.kept).sum() * inflight
-    transient = (costs.transient_again if again.any() else costs.transient).max()
-    return int(costs.fixed.sum() + kept + transient + costs.output[-1] * inflight)
+    at = np.arange(len(ways)), ways
+    transient = costs.transient.max() if ways.any() else costs.transient[:, 0].max()
+    return int((costs.fixed + costs.kept * inflight)[at].sum() + transient + costs.output[-1] * inflight)
 
 
 def _in_cells(costs: BlockCosts, inflight: int, most: int) -> tuple[NDArray[Any], ...]:
     """Return the times and memory of a stage's blocks, in units of the bound, for `_stage_times`."""
-    sizes = (
-        costs.fixed + costs.kept * inflight, costs.fixed + costs.kept_input * inflight, costs.transient,
-        costs.transient_again, costs.output * inflight,
-    )  # fmt: skip
-    return costs.seconds, costs.again, *(-(np.minimum(each, most + 1) * -CELLS // most) for each in sizes)
+    sizes = costs.fixed + costs.kept * inflight, costs.transient, costs.output * inflight
+    return costs.seconds, costs.extra, *(-(np.minimum(each, most + 1) * -CELLS // most) for each in sizes)
 
 
 @compiled
-def _more(extra, next_, plain, small, again):  # type: ignore[no-untyped-def]
-    """Set `next_` to the least additional seconds by cells, with one more block that is recomputed or not."""
+def _more(least, next_, extra, sizes):  # type: ignore[no-untyped-def]
+    """Set `next_` to the least additional seconds by cells, with one more block in the best way."""
     next_[:] = np.inf
-    for cell in range(len(extra)):
-        if extra[cell] < np.inf:
-            if cell + plain < len(extra):
-                next_[cell + plain] = min(next_[cell + plain], extra[cell])
-            if cell + small < len(extra):
-                next_[cell + small] = min(next_[cell + small], extra[cell] + again)
+    for way in range(len(sizes)):
+        size = sizes[way]
+        for cell in range(len(least) - size):
+            next_[cell + size] = min(next_[cell + size], least[cell] + extra[way])
 
 
 @compiled
-def _stage_times(seconds, again, plain, small, transient, transient_again, output, best):  # type: ignore[no-untyped-def]
+def _stage_times(seconds, extra, sizes, transient, output, best):  # type: ignore[no-untyped-def]
     """Set best[i, j] to the least seconds of a stage of blocks i to j-1 that fits; infinity if none does."""
     count = len(seconds)
-    extra, next_ = np.empty(CELLS + 1), np.empty(CELLS + 1)
+    least, next_ = np.empty(CELLS + 1), np.empty(CELLS + 1)
     for begin in range(count):
-        extra[:] = np.inf
-        extra[0] = 0.0
-        base, used, most, most_again = 0.0, 0, 0, 0
-        follows = plain[begin:].sum() + transient.max() + output.max() > CELLS  # some stage does not fit
+        least[:] = np.inf
+        least[0] = 0.0
+        base, used, most, most_other = 0.0, 0, 0, 0
+        follows = sizes[begin:, 0].sum() + transient[:, 0].max() + output.max() > CELLS  # some does not fit
         for end in range(begin, count):
             base += seconds[end]
-            used += plain[end]
-            most, most_again = max(most, transient[end]), max(most_again, transient_again[end])
+            used += sizes[end, 0]
+            most, most_other = max(most, transient[end, 0]), max(most_other, transient[end].max())
             if follows:
-                _more(extra, next_, plain[end], small[end], again[end])
-                extra, next_ = next_, extra
+                _more(least, next_, extra[end], sizes[end])
+                least, next_ = next_, least
             if used + most + output[end] <= CELLS:
                 best[begin, end + 1] = base
                 continue
-            least = np.inf
-            for cell in range(CELLS + 1 - most_again - output[end]):
-                least = min(least, extra[cell])
-            best[begin, end + 1] = base + least
-            follows = extra.min() < np.inf
+            found = np.inf
+            for cell in range(CELLS + 1 - most_other - output[end]):
+                found = min(found, least[cell])
+            best[begin, end + 1] = base + found
+            follows = least.min() < np.inf
 
 
 @compiled
-def _recomputed(seconds, again, plain, small, transient, transient_again, output):  # type: ignore[no-untyped-def]
-    """Return which blocks of a stage are recomputed in the least time."""
+def _ways(seconds, extra, sizes, transient, output):  # type: ignore[no-untyped-def]
+    """Return the way of each block of a stage, for the least time."""
     count = len(seconds)
-    found = np.zeros(count, np.bool_)
-    if plain.sum() + transient.max() + output[count - 1] <= CELLS:
+    found = np.zeros(count, np.int64)
+    if sizes[:, 0].sum() + transient[:, 0].max() + output[count - 1] <= CELLS:
         return found
     table = np.empty((count + 1, CELLS + 1))
     table[0] = np.inf
     table[0, 0] = 0.0
     for block in range(count):
-        _more(table[block], table[block + 1], plain[block], small[block], again[block])
-    at = np.argmin(table[count, : CELLS + 1 - transient_again.max() - output[count - 1]])
+        _more(table[block], table[block + 1], extra[block], sizes[block])
+    at = np.argmin(table[count, : CELLS + 1 - transient.max() - output[count - 1]])
     for block in range(count - 1, -1, -1):
-        before = at - plain[block]
-        found[block] = before < 0 or table[block, before] != table[block + 1, at]
-        at = at - small[block] if found[block] else before
+        for way in range(sizes.shape[1]):
+            before = at - sizes[block, way]
+            if before >= 0 and table[block, before] + extra[block, way] == table[block + 1, at]:
+                found[block] = way
+                break
+        at = at - sizes[block, found[block]]
     return found
 
 
@@ -224,18 +220,19 @@ def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _least_memory(kept, kept_input, fixed, transient, transient_again, output, inflight):  # type: ignore[no-untyped-def]
+def _least_memory(kept, fixed, transient, output, inflight):  # type: ignore[no-untyped-def]
     """Return the fewest bytes of the fullest stage: see `stage_memory`."""
     stages, count = len(inflight), len(kept)
     least = np.full((stages + 1, count + 1), np.inf)
     least[0, 0] = 0.0
     for stage in range(stages):
         for begin in range(stage, count):
-            plain, again, most, most_again = 0.0, 0.0, 0.0, 0.0
+            plain, other, most, most_other = 0.0, 0.0, 0.0, 0.0
             for end in range(begin, count):
-                plain += fixed[end] + kept[end] * inflight[stage]
-                again += fixed[end] + min(kept[end], kept_input[end]) * inflight[stage]
-                most, most_again = max(most, transient[end]), max(most_again, transient_again[end])
-                own = min(plain + most, again + most_again) + output[end] * inflight[stage]
+                sizes = fixed[end] + kept[end] * inflight[stage]
+                plain += sizes[0]
+                other += sizes.min()
+                most, most_other = max(most, transient[end, 0]), max(most_other, transient[end].max())
+                own = min(plain + most, other + most_other) + output[end] * inflight[stage]
                 least[stage + 1, end + 1] = min(least[stage + 1, end + 1], max(least[stage, begin], own))
     return least[stages, count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ Costs = dict[str, list[Any]]
 
 def instance(draw: random.Random) -> tuple[Costs, int, int, int]:
     """Return costs of blocks, stages, micro-batches, and a bound: too small, tight, or loose."""
-    blocks = draw.randint(2, 6)
+    ways = draw.randint(1, 3)
+    blocks = draw.randint(2, 5 if ways == 3 else 6)
     stages, micro_batches = draw.randint(1, min(3, blocks)), draw.randint(1, 4)
     size = 10 ** draw.randint(1, 9)
 
@@ -40,11 +41,14 @@ def instance(draw: random.Random) -> tuple[Costs, int, int, int]:
     def times() -> list[float]:
         return [draw.choice([0.0, float(draw.randint(1, 3)), draw.random()]) for _ in range(blocks)]
 
-    transient = sizes(1)
+    def in_ways(make: Any, least: float) -> list[list[Any]]:
+        return [list(each) for each in zip(*(make(least + way) for way in range(ways)), strict=True)]
+
     costs: Costs = {
-        "seconds": [0.1 + draw.random() for _ in range(blocks)], "again": times(), "kept": sizes(2),
-        "kept_input": sizes(0.5), "fixed": sizes(1), "transient": transient,
-        "transient_again": [own + more for own, more in zip(transient, sizes(0.5), strict=True)],
+        "seconds": [0.1 + draw.random() for _ in range(blocks)],
+        "extra": [[0.0, *more] for more in zip(*(times() for _ in range(1, ways)), strict=True)]
+        if ways > 1 else [[0.0]] * blocks,
+        "kept": in_ways(sizes, 1), "fixed": in_ways(sizes, 1), "transient": in_ways(sizes, 0.5),
         "output": sizes(0.3), "sends": [
             [draw.choice([0.0, 1.5]) * draw.random() for _ in range(stages)] for _ in range(blocks)
         ],
@@ -54,28 +58,30 @@ def instance(draw: random.Random) -> tuple[Costs, int, int, int]:
 
 
 def stage_of(
-    costs: Costs, blocks: range, again: set[int], inflight: int, most: int
+    costs: Costs, blocks: range, ways: tuple[int, ...], inflight: int, most: int
 ) -> tuple[float, int, bool]:
     """Return the seconds and bytes of a stage, and whether its parts, each rounded up to cells, fit."""
     seconds, sizes = 0.0, []
     for block in blocks:
-        seconds += costs["seconds"][block] + (costs["again"][block] if block in again else 0.0)
-        kept = costs["kept_input" if block in again else "kept"][block]
-        sizes.append(costs["fixed"][block] + inflight * kept)
-    sizes.append(max(costs["transient_again" if again else "transient"][block] for block in blocks))
-    sizes.append(inflight * costs["output"][blocks[-1]])
-    cells = sum(-(-size * CELLS // most) for size in sizes)
-    return seconds, sum(sizes), cells <= CELLS
+        way = ways[block]
+        seconds += costs["seconds"][block] + costs["extra"][block][way]
+        sizes.append(costs["fixed"][block][way] + inflight * costs["kept"][block][way])
+    plain = not any(ways[block] for block in blocks)
+    transient = max(
+        max(costs["transient"][block][:1] if plain else costs["transient"][block]) for block in blocks
+    )
+    sizes += [transient, costs["output"][blocks[-1]] * inflight]
+    return seconds, sum(sizes), sum(-(-size * CELLS // most) for size in sizes) <= CELLS
 
 
 def step_of(
-    costs: Costs, stages: list[range], recomputed: set[int], micro_batches: int, most: int
+    costs: Costs, stages: list[range], ways: tuple[int, ...], micro_batches: int, most: int
 ) -> tuple[float, int, bool]:
     """Return the seconds of a step by the formula, most bytes of a stage, and whether all stages fit."""
     total, slowest, peak, fits = sum(costs["sums"][block] for block in stages[0]), 0.0, 0, True
     for number, blocks in enumerate(stages):
         inflight = min(len(stages) - number, micro_batches)
-        seconds, nbytes, own = stage_of(costs, blocks, recomputed & set(blocks), inflight, most)
+        seconds, nbytes, own = stage_of(costs, blocks, ways, inflight, most)
         send = costs["sends"][blocks[-1]][number] if number < len(stages) - 1 else 0.0
         total += seconds + send
         slowest = max(slowest, seconds, send)
@@ -83,10 +89,10 @@ def step_of(
     return total + (micro_batches - 1) * slowest, peak, fits
 
 
-def every_choice(blocks: int, stages: int) -> list[tuple[list[range], set[int]]]:
-    subsets = [{block for block in range(blocks) if number >> block & 1} for number in range(1 << blocks)]
+def every_choice(blocks: int, stages: int, ways: int) -> list[tuple[list[range], tuple[int, ...]]]:
     cuts = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
-    return [([range(low, high) for low, high in pairwise(cut)], subset) for cut in cuts for subset in subsets]
+    each = list(product(range(ways), repeat=blocks))
+    return [([range(low, high) for low, high in pairwise(cut)], one) for cut in cuts for one in each]
 
 
 def compare(draw: random.Random) -> bool:
@@ -94,15 +100,14 @@ def compare(draw: random.Random) -> bool:
     costs, stages, micro_batches, most = instance(draw)
     given = BlockCosts(**{name: np.array(values) for name, values in costs.items()})
     found = solve(given, stages, micro_batches, most)
-    steps = [
-        step_of(costs, *choice, micro_batches, most) for choice in every_choice(len(costs["seconds"]), stages)
-    ]
+    choices = every_choice(len(costs["seconds"]), stages, len(costs["extra"][0]))
+    steps = [step_of(costs, *choice, micro_batches, most) for choice in choices]
     best = min((seconds for seconds, _, fits in steps if fits), default=math.inf)
     assert found.seconds == pytest.approx(best, rel=1e-12), (costs, stages, micro_batches, most)
     if math.isinf(best):
         assert found.memory == min(nbytes for _, nbytes, _ in steps)
         return False
-    seconds, *others = step_of(costs, list(found.stages), set(found.recompute), micro_batches, most)
+    seconds, *others = step_of(costs, list(found.stages), found.ways, micro_batches, most)
     assert seconds == pytest.approx(best, rel=1e-12)
     assert others == [found.memory, True]
     assert found.memory <= most

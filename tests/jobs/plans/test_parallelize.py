@@ -38,6 +38,7 @@ def hybrids(case: str) -> list[Spec]:
         {"stages": 2, "data": 2, "micro_batches": 2, "held": "optimizer", "schedule": "zero-bubble"},
         {"stages": 2, "tensor": 2, "outside": "sequence", "micro_batches": 2, "recompute": True},
         {"stages": 2, "tensor": 2, "micro_batches": 3, "schedule": "eager-1f1b"},
+        {"stages": 2, "data": 2, "micro_batches": 3, "sharded": [2, 3], "held": "optimizer"},
     ]
     if case != "gpt":  # its tied embedding is in two stages
         shards = {"stages": 2, "data": 2, "micro_batches": 2, "held": "parameters"}

@@ -384,7 +384,7 @@ class ParallelModel:
             y = self._run(graph)
         is_loss = last == len(self.plan.blocks) - 1
         if is_loss:
-            part = y.detach() * graph.share
+            part = y.detach().double() * graph.share
             self._loss = part if self._loss is None else self._loss + part
         else:
             expected = self._tensors.end(last, "output", graph.micro, graph.slice).local_shape(self.rank)

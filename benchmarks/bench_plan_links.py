@@ -26,10 +26,10 @@ from hosts import need_hosts
 from racks import Racks
 
 import mcr_plus as mcr
-from mcr_plus.bucketing.topology import Topology
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.codecs import CodecChoice
 from mcr_plus.plans.foretell import cluster_costs, foretell
+from mcr_plus.plans.links import measure_links
 from mcr_plus.plans.named import hybrid
 from mcr_plus.plans.proof import prove
 from mcr_plus.plans.run import parallelize
@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT / "examples" / "common"))
 from corpus import read_corpus
 from transformer import LanguageModel, Losses, Shape
 
-SHAPE: Final = Shape(layers=6, hidden=128, heads=4, sequence=64)
+SHAPE: Final = Shape(layers=3, hidden=128, heads=4, sequence=64)
 BATCH: Final = 16
 MICRO_BATCHES: Final = 8
 RATES: Final = ("10mbit", "100mbit", "1000mbit")
@@ -78,8 +78,9 @@ def on_rank(steps: int) -> Any:
                 whole, corpus.windows(0, 0, BATCH), optimizer=optimizer, loss=text
             ).model_dump_json()
         profile = Profile.model_validate_json(mcr.broadcast_object(own, 0))
-        nic = {"rate": "1Gbit/s", "rates": ["10Mbit/s", "100Mbit/s", "1Gbit/s"], "latency": "60us"}
-        cluster = Topology.of({"nodes": comm.size, "cores": 1, "links": {"nic": nic}})
+        cluster = measure_links()
+        nic = cluster.links.nic
+        assert nic is not None
         ways: dict[str, Any] = {"none": []}
         ways |= CODECS
         ways |= {name: [CODECS[each] for each in names] for name, names in ALLOWED.items()}
@@ -108,7 +109,8 @@ def on_rank(steps: int) -> Any:
                 optimizer.step()
     if comm.rank:
         return None
-    return [(name, codecs, said, losses[name], times[name]) for name, (_, _, codecs, said) in jobs.items()]
+    rows = [(name, codecs, said, losses[name], times[name]) for name, (_, _, codecs, said) in jobs.items()]
+    return [8e-6 * rate for rate in nic.rates], rows
 
 
 def main(
@@ -118,7 +120,7 @@ def main(
     need_hosts(mpi=False)
     with Racks(1, len(RATES), RATES) as hosts:
         launch = partial(started, hosts)
-        rows = harness.on_ranks(launch, on_rank, steps)
+        rates, rows = harness.on_ranks(launch, on_rank, steps)
     last = max(steps // 4, 1)
     base_loss, base = next((mean(row[3][-last:]), median(row[4])) for row in rows if row[0] == "none")
     lines = []
@@ -132,9 +134,11 @@ def main(
             )
         )  # fmt: skip
     head = ("codecs", "chosen", "foretold ms", "median ms", "faster", "loss", "change")
+    said = f"Measured: {', '.join(f'{rate:.1f}' for rate in rates)} Mbit/s."
     note = (__doc__ or "").split("\n\n", 2)[2].rsplit("The report", 1)[0].strip()
-    page = harness.page("Codecs by link", harness.command(), note, harness.markdown(head, lines), "")
+    page = harness.page("Codecs by link", harness.command(), note, harness.markdown(head, lines), said)
     harness.show(head, lines)
+    print(said)
     harness.write(page, output, f"plan-links_{hardware}")
 
 

@@ -44,6 +44,8 @@ SLACK: Final = 0.05
 """Part of a step that a milder codec may take longer."""
 _TASKS: Final = 1 << 13
 """Most forward passes of plans for which schedules are compared."""
+_SMALL: Final = 1 << 6
+"""Most blocks of all ranks of which more plans are simulated, as the model leaves out what overlaps."""
 _UNBOUND: Final = 1 << 50
 
 
@@ -160,10 +162,11 @@ def search(
     work = sum(block.forward + block.backward for block in profile.blocks)
     found: list[FoundModelPlan] = []
     tried = 0
+    kept = best * (8 if ranks * len(profile.blocks) <= _SMALL else 2)
     nearest: tuple[int, BlockCosts, int, int] | None = None
     refused: InvalidArgument | None = None
     for choice, stages in _choices(profile, ranks, costs.topology.ranks_per_node, micro_batches):
-        worst = found[best - 1].seconds if len(found) >= best else math.inf
+        worst = found[kept - 1].seconds if len(found) == kept else math.inf
         try:
             of_blocks = tables.of(choice, stages)
         except InvalidArgument as error:  # for example, a sequence shorter than its number of parts
@@ -179,7 +182,7 @@ def search(
             done = choice._replace(stages=solved.stages, recompute=again, sharded=shards)
             found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs, codecs))
             found.sort(key=lambda each: each.seconds)
-            del found[2 * best :]
+            del found[kept:]
     if nearest is None:
         raise refused or InvalidArgument(
             f"ranks: {ranks}; the model has no so many stages, parts of its batch and of its parameters"

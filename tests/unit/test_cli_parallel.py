@@ -49,7 +49,7 @@ def test_the_document(folder: Path) -> None:
     assert 1 <= len(plans) <= 4
     assert plans[0].keys() == {
         "data", "tensor", "micro_batches", "held", "outside", "stages", "recompute", "step_ms", "model_ms",
-        "peak_bytes", "codecs", "schedule", "slices",
+        "peak_bytes", "codecs", "schedule", "slices", "sharded",
     }  # fmt: skip
     for each in plans:
         assert each["data"] * each["tensor"] * len(each["stages"]) == 4

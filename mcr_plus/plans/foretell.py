@@ -22,7 +22,7 @@ from mcr_plus.layout.native import native
 from mcr_plus.plans.codecs import transfer_codec
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
-from mcr_plus.plans.sums import BUCKET, complete, gradient_groups
+from mcr_plus.plans.sums import BUCKET, complete, gradient_groups, peers
 from mcr_plus.tables import FOLDER as BUILTIN
 from mcr_plus.tables.scaling import Placement
 from mcr_plus.tables.table import load_table
@@ -210,8 +210,7 @@ class _PlanStep:
         for axis, cut in enumerate(plan.cuts[index]):
             if plan.how(index, cut) not in ("sum", "exchange") or task.kind == "W":
                 continue
-            rows = np.moveaxis(plan.places[index], 2 + axis, -1).reshape(-1, cut.parts)
-            group = tuple(sorted(set(next(row for row in rows.tolist() if rank in row))))
+            group = peers(plan, index, axis, rank)
             passes = 2 if task.kind == "B" and plan.recomputed[index] else 1
             share = share_of(self.proved.tensors, task, cut, group)
             for name in [name for name in cut.axes for _ in range(passes)]:

@@ -17,9 +17,8 @@ from mcr_plus.job.init import new_group
 from mcr_plus.layout.autograd import redistribute
 from mcr_plus.layout.layout import Layout
 from mcr_plus.plans.cutting import Move
-from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.proof import EXCHANGES, ProvedPlan
-from mcr_plus.plans.sums import gradient_groups, shared_groups
+from mcr_plus.plans.sums import gradient_groups, peers, shared_groups
 
 Comms = Mapping[tuple[int, ...], Communicator]
 
@@ -110,17 +109,6 @@ class _AlongDim:
             all_ = Layout.mesh(whole, self.ranks, ["P" if self.sums else "R"])
             self._known[shape] = (all_, parts) if self.sums else (parts, all_)
         return self._redistribute(x, *self._known[shape])
-
-
-def peers(plan: ModelPlan, block: int, axis: int, rank: int) -> tuple[int, ...]:
-    """Return the ranks of all parts along a cut, in order; the same for all micro-batches."""
-    rows = np.moveaxis(plan.places[block], 2 + axis, -1).reshape(-1, plan.cuts[block][axis].parts)
-    found = {tuple(dict.fromkeys(row)) for row in rows.tolist() if rank in row}
-    if len(found) > 1:
-        raise Unsupported(
-            f"{plan.blocks[block].name}: rank {rank} is in groups {short(sorted(found))}; expected one"
-        )
-    return found.pop()
 
 
 def _same(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from mcr_plus.plans.checkpoint import load_state_dict, state_dict
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.joining import joined_blocks
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan
-from mcr_plus.plans.moves import moves, open_groups, peers
+from mcr_plus.plans.moves import moves, open_groups
 from mcr_plus.plans.part import ModelPart, drop_parameters
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
 from mcr_plus.plans.slices import PastSlices, SlicePass
@@ -34,6 +34,7 @@ from mcr_plus.plans.sums import (
     complete,
     gradient_groups,
     make_buckets,
+    peers,
     shared_groups,
 )  # fmt: skip
 from mcr_plus.plans.whole import tensors_in

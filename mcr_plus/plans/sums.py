@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import Work
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.layout.regions import as_ints
 from mcr_plus.plans.language import ALONG_DATA, Held, ModelPlan
 
@@ -40,6 +40,17 @@ def gradient_groups(plan: ModelPlan, block: int, *, cut: bool) -> list[tuple[int
         at = np.argwhere(places == rank)[:, as_ints(keyed) + 2]
         groups[frozenset(map(tuple, at.tolist()))].append(rank)
     return [tuple(ranks) for ranks in groups.values()]
+
+
+def peers(plan: ModelPlan, block: int, axis: int, rank: int) -> tuple[int, ...]:
+    """Return the ranks of all parts along a cut, in order; the same for all micro-batches."""
+    rows = np.moveaxis(plan.places[block], 2 + axis, -1).reshape(-1, plan.cuts[block][axis].parts)
+    found = {tuple(dict.fromkeys(row)) for row in rows.tolist() if rank in row}
+    if len(found) > 1:
+        raise Unsupported(
+            f"{plan.blocks[block].name}: rank {rank} is in groups {short(sorted(found))}; expected one"
+        )
+    return found.pop()
 
 
 def shared_groups(plan: ModelPlan, blocks: Sequence[int]) -> list[tuple[int, ...]]:

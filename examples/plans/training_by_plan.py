@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from libraries import JobError
 from torch import Tensor, nn
 
 import mcr_plus as mcr
@@ -43,7 +44,7 @@ class Task(NamedTuple):
     """A model, its loss, and batches by step, equal on all ranks."""
 
     model: Callable[[], nn.Module]
-    loss: Callable[..., Tensor]
+    loss: Callable[..., Tensor] | None
     batch: Callable[[int], Any]
     optimizer: Callable[[Any], torch.optim.Optimizer]
 
@@ -141,11 +142,11 @@ def _report(
         results.write_text(json.dumps({**found, "peak_bytes": peak}))
 
 
-def start(*arguments: Any) -> None:
-    """Run `train`; report an error of the library in one line."""
+def start(task: Callable[[], Task], *arguments: Any) -> None:
+    """Run `train`; report an error of the library or of the task in one line."""
     try:
-        train(*arguments)
-    except McrError as error:
+        train(task(), *arguments)
+    except (JobError, McrError) as error:
         if mcr.is_initialized() and mcr.get_rank():
             raise typer.Exit(1) from None
         raise typer.BadParameter(str(error)) from None

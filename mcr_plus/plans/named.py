@@ -13,7 +13,7 @@ import numpy as np
 from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.layout.regions import Ints
 from mcr_plus.plans.blocks import ModelBlock, Profile
-from mcr_plus.plans.language import B, Blocks, F, Held, ModelPlan, PlanStep, W
+from mcr_plus.plans.language import B, Blocks, F, Held, ModelPlan, PlanStep, W, positive
 
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
 _INNER: Final = ("heads", "hidden", "experts", "tables", "rows")
@@ -102,7 +102,7 @@ def by_kind(
     `axis_of`: of a block and a number of parts; replicas where it has fewer, or no such axis.
     """
     plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name=name)
-    parts, rest = divmod(ranks, data)
+    parts, rest = divmod(ranks, positive(data, "data"))
     if rest:
         raise InvalidArgument(f"{name}: {ranks} ranks in {data} groups")
     for index, block in enumerate(plan.blocks):
@@ -174,7 +174,7 @@ def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 
         if inner := [
             axis for axis in ("heads", "hidden") if axis in block.axes and block.axes[axis].how == "sum"
         ]:
-            plan.cut(index, inner, min(parts, *(block.axes[axis].parts[0] for axis in inner)))
+            plan.cut(index, inner, min(positive(parts, "parts"), *(block.axes[axis].parts[0] for axis in inner)))
         each = int(np.prod(plan.parts(index))) // ranks
         plan.assign(index, np.repeat(np.arange(ranks), each))
     return plan

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.units import whole_number
-from mcr_plus.errors import InvalidArgument, Unsupported, short
+from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
 from mcr_plus.plans.measuring import AxisBytes, Boundary, MeasuredPass, state_bytes
 from mcr_plus.plans.whole import LossFunction, WholeModel, nbytes_of, rows_of, tensors_in
@@ -332,6 +332,10 @@ def profile(
         raise InvalidArgument(f"batch: {short(batch)}; expected a tensor, or a tuple or dict with one")
     if not isinstance(model, nn.Module) or not any(param.requires_grad for param in model.parameters()):
         raise InvalidArgument(f"model: {short(model)}; expected a module with parameters that need gradients")
+    if optimizer is not None:
+        expect("optimizer", optimizer, torch.optim.Optimizer)
+    if loss is not None:
+        expect("loss", loss, Callable)  # type: ignore[arg-type]
     if (count := whole_number(repeats)) is None or count < 1:
         raise InvalidArgument(f"repeats: {repeats!r}; expected a number from 1")
     if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules()):

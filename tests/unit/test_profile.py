@@ -390,6 +390,9 @@ def test_wrong_arguments_are_refused() -> None:
     for options in ({"repeats": 0}, {"repeats": 1.5}):
         with pytest.raises(InvalidArgument, match="repeats"):
             profiled(linear(), **options)
+    for name, kind in (("optimizer", "Optimizer"), ("loss", "Callable")):
+        with pytest.raises(InvalidArgument, match=f"^{name}: 'adam'; expected an object of class {kind}"):
+            profiled(linear(), **{name: "adam"})
     with pytest.raises(InvalidArgument, match=r"^batch: 'text'; expected a tensor"):
         profiled(linear(), "text")
     with pytest.raises(InvalidArgument, match=r"^loss: its output needs no gradient"):

@@ -259,6 +259,7 @@ def _together(each: Sequence[_Cuts]) -> _Cuts:
         if hows and len(hows) == len(each):
             both[axis] = next((how for how in hows if how != "split"), "split")
     inner = [(axis, cut) for cuts in each for axis, cut in cuts.items() if axis not in _LONG]
+    inner.sort(key=lambda pair: pair[1][0])  # of several embeddings, the largest is cut
     return both | {axis: cut for axis, cut in inner if cut[1] in {"sum", "exchange"}}
 
 
@@ -268,9 +269,17 @@ def _divided(module: nn.Module) -> list[str]:
     return [axis for axis in cuts if axis not in _LONG]
 
 
+def _bytes_of_leaves(calls: Sequence[_Call], rows: int | None) -> int:
+    """Return the bytes of parameters, with `rows` those of embeddings of so many rows."""
+    modules = {module for call in calls for module in call.module.modules()}
+    own = [module for module in modules if rows in (None, getattr(module, "num_embeddings", 0))]
+    return sum(nbytes_of(param) for module in own for param in module.parameters(recurse=False))
+
+
 def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> dict[str, Axis]:
     # A function of a scalar is one of the whole batch's loss.
-    each = [_cuts(call) for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
+    calls = [call for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
+    each = [_cuts(call) for call in calls]
     shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
     dims_of: dict[str, tuple[int, ...]] = {
         "batch": (0,),
@@ -285,6 +294,9 @@ def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> 
         try:
             count, how = ((), cut) if axis in _LONG else ((cut[0],), cut[1])
             own = sizes[axis]._asdict() if axis in sizes else {}
+            if count and not own:
+                params = _bytes_of_leaves(calls, count[0] if axis == "rows" else None)
+                own = {"params": params, "input": output.nbytes if how == "sum" else 0}
             parts = count or tuple(shape[dim] for dim in dims)
             axes[axis] = Axis(dims=dims, parts=parts, how=how, **own)
         except (ValueError, TypeError, LookupError):
@@ -357,6 +369,7 @@ def profile(
         whole.take(rows_of(batch, items, 0, few))
         small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
         states = state_bytes(optimizer, first.gradients) if optimizer is not None else {}
+        _drop_wrong(whole, segments, axes)
         if items > 1 and not outputs[-1].shape and not flow.random and not _is_mean(whole, batch, items):
             del axes[-1]["batch"]
     blocks, taken = [], Counter[str]()
@@ -396,6 +409,25 @@ def profile(
         state_of=None if optimizer is None else type(optimizer).__name__,
         unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
     )  # fmt: skip
+
+
+def _drop_wrong(whole: WholeModel, segments: Sequence[_Segment], axes: Sequence[dict[str, Axis]]) -> None:
+    """Drop axes of attention and MLPs whose parts do not add up."""
+    from mcr_plus.plans.cutting import adds_up
+
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        calls[module] = args, kwargs
+
+    with torch.no_grad():
+        whole.run(lambda *_: None, leave)
+    for segment, own in zip(segments, axes, strict=True):
+        inner = (module for call in segment.members for module in call.module.modules())
+        for module in {each for each in inner if each in calls and not hasattr(each, "mcr_axes")}:
+            for axis, (count, how) in inner_axes(module).items():
+                if how == "sum" and count > 1 and axis in own and not adds_up(module, axis, *calls[module]):
+                    del own[axis]
 
 
 def _is_mean(whole: WholeModel, batch: Any, items: int) -> bool:

@@ -383,6 +383,34 @@ def test_wrong_axes_are_refused(axes: Any) -> None:
         profiled(model)
 
 
+class Attention(nn.Module):
+    """Queries, keys and values of all heads from one layer, laid out kind by kind, or head by head."""
+
+    def __init__(self, order: tuple[int, ...], skip: float) -> None:
+        super().__init__()
+        self.heads, self.order, self.skip = 4, order, skip
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        shape = tuple(3 if kind else self.heads for kind in self.order)
+        y = self.qkv(x).unflatten(-1, (*shape, -1)).movedim(2 + self.order.index(1), 0)
+        mixed = nn.functional.scaled_dot_product_attention(*y.transpose(2, 3), attn_mask=mask)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2)) + self.skip * x
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_cut_only_where_their_parts_add_up(dtype: torch.dtype) -> None:
+    """Also if the model's own parameters and input would not show it."""
+    for order, skip, adds_up in (((1, 0), 0.0, True), ((0, 1), 0.0, False), ((1, 0), 1.0, False)):
+        model = nn.Sequential(nn.Linear(8, 8), Attention(order, skip)).to(dtype)
+        before = [param.clone() for param in model.parameters()]
+        block = profiled(model, torch.zeros(4, 5, 8, dtype=dtype)).blocks[1]
+        assert block.axes.keys() == {"batch", "sequence", *(["heads"] if adds_up else [])}
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
 # -- arguments, and the file --------------------------------------------------------------------------------
 
 

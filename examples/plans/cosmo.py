@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-sys.path[:0] = [str(Path(__file__).parent.parent / each) for each in ("common", "cosmo")]
+sys.path.extend(str(Path(__file__).parent.parent / each) for each in ("common", "cosmo"))
 
 import command_line
 import options

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-EXAMPLES = Path(__file__).parent.parent
-sys.path[:0] = [str(EXAMPLES / each) for each in ("common", "moe", "dlrm")]
+sys.path.extend(str(Path(__file__).parent.parent / each) for each in ("common", "moe", "dlrm"))
 
 import command_line
 import options
@@ -25,10 +24,12 @@ from model import ModelConfig
 from plan_models import TablesChain
 from torch.nn import functional
 
+SAMPLE = Path(__file__).parent.parent / "dlrm" / "sample.tsv.gz"
+
 
 def main(
     plan: training.PlanOption = "auto",
-    data: Annotated[Path, typer.Option(help="Criteo TSV")] = EXAMPLES / "dlrm" / "sample.tsv.gz",
+    data: Annotated[Path, typer.Option(help="Criteo TSV, plain or gzipped")] = SAMPLE,
     embedding_dim: Annotated[int, typer.Option(min=1)] = 16,
     table_rows: Annotated[int, typer.Option(min=2, help="rows of each embedding table")] = 10_000,
     batch: training.Batch = 128,

@@ -28,10 +28,10 @@ from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
-from mcr_plus.plans.language import Held, PlanTask
+from mcr_plus.plans.language import OUTSIDE, Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
 from mcr_plus.plans.named import hybrid, mesh
-from mcr_plus.plans.proof import ProvedPlan, check_random, prove, seconds_of, share_of
+from mcr_plus.plans.proof import ProvedPlan, prove, seconds_of, share_of
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, Floats, Ints, solve
 from mcr_plus.plans.tensors import PlanTensors
 
@@ -125,8 +125,13 @@ def search(
 
     Raises:
         InvalidArgument: no plan has so little memory, and the text says how much more has one; or the
-            topology, or every combination, has another number of ranks.
+            topology, or every combination, has another number of ranks; or a block draws random numbers.
     """
+    for block in profile.blocks:
+        if block.random:
+            raise InvalidArgument(
+                f"{block.name}: it draws random numbers, which no plan runs; set its dropout to 0"
+            )
     if not 1 <= ranks <= costs.topology.ranks:
         raise InvalidArgument(f"ranks: {ranks}; the topology has {costs.topology.ranks}")
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
@@ -183,8 +188,8 @@ def _choices(
     items = min((block.axes["batch"].parts[0] for block in blocks if "batch" in block.axes), default=1)
     all_cut = all("batch" in block.axes for block in blocks)
     inner = [
-        block.axes[name].parts[0] for block in blocks for name in ("heads", "hidden") if name in block.axes
-    ]
+        axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how in OUTSIDE
+    ]  # what `tensor_cut` cuts
     sequence = any("sequence" in block.axes and "heads" in block.axes for block in blocks)
     for tensor in [n for n in _divisors(ranks) if n == 1 or (inner and n <= min(min(inner), per_node))]:
         for stages in [n for n in _divisors(ranks // tensor) if n <= len(blocks)]:
@@ -258,7 +263,6 @@ class _Tables:
         The last parts are the largest.
         """
         plan, _, _ = mesh(self.profile, tensor, tensor=tensor, micro_batches=pieces, outside=outside)
-        check_random(plan)
         whole = mesh(self.profile, tensor, tensor=tensor, outside=outside)[0]  # with fewer places to look at
         held = RankMemory(ProvedPlan(whole, PlanTensors(whole), (), ()), tensor - 1)
         proved = ProvedPlan(plan, PlanTensors(plan), (), ())

@@ -367,7 +367,13 @@ def profile(
         items = segments[0].input.shape[0] if all("batch" in each for each in axes) else 0
         few = max(items // _FEW, 1)
         whole.take(rows_of(batch, items, 0, few))
-        small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
+        try:
+            small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise InvalidArgument(
+                f"batch: the model fails with {few} of its {items} items: {short(str(error))}; tensors of "
+                f"{items} rows are taken for data of the items"
+            ) from error
         states = state_bytes(optimizer, first.gradients) if optimizer is not None else {}
         _drop_wrong(whole, segments, axes)
         if items > 1 and not outputs[-1].shape and not flow.random and not _is_mean(whole, batch, items):

@@ -17,15 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from mcr_plus.bucketing import events
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
 from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.kernels.compiling import preparing
+from mcr_plus.plans import stage_search
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
 from mcr_plus.plans.language import OUTSIDE, Held, PlanTask
@@ -134,6 +137,7 @@ def search(
             )
     if not 1 <= ranks <= costs.topology.ranks:
         raise InvalidArgument(f"ranks: {ranks}; the topology has {costs.topology.ranks}")
+    _prepare()
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest)
@@ -167,6 +171,14 @@ def search(
         raise InvalidArgument(text)
     ordered = sorted(found, key=lambda each: each.step)
     return SearchResult(tuple(ordered[:best]), work / ranks, tried)
+
+
+@cache
+def _prepare() -> None:
+    """Let one process of a host compile the kernels, where all search."""
+    with preparing("searches for plans"):
+        stage_search.prepare()
+        events.prepare()
 
 
 def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batches: int) -> str:

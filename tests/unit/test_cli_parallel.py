@@ -67,7 +67,9 @@ def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
     assert answer.returncode == 0, answer.stderr
     document = json.loads(plan(folder, "--ranks", 2, "--json").stdout)
     best = document["plans"][0]
-    origin = "2 ranks, costs from built-in tables, for the links of cluster.yaml, assumed to be those measured"
+    origin = (
+        "2 ranks, costs from built-in tables, for the links of cluster.yaml, assumed to be those measured"
+    )
     assert answer.stdout.startswith(f"{origin}\n")
     assert document["origin"] == origin
     assert f"step {best['step_ms']:.1f} ms" in answer.stdout

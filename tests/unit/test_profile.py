@@ -356,6 +356,24 @@ def test_a_loss_that_is_no_mean_over_items_cannot_be_cut_along_the_batch(
     assert all("batch" in block.axes for block in found.blocks[:-1])
 
 
+@pytest.mark.parametrize("by_class", [False, True])
+def test_weights_of_as_many_classes_as_items_are_not_cut_as_data_unseen(by_class: bool) -> None:
+    weights = torch.arange(1.0, BATCH + 1)
+    batch = torch.randn(BATCH, BATCH), (torch.arange(BATCH), weights)
+
+    def loss(y: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        if by_class:
+            return nn.functional.cross_entropy(y, target[0], weight=target[1])
+        return y.square().mean() * target[1].sum()
+
+    model = nn.Linear(BATCH, BATCH)
+    if by_class:
+        with pytest.raises(InvalidArgument, match=f"^batch: the model fails with . of its {BATCH} items"):
+            profiled(model, batch, loss=loss)
+    else:
+        assert "batch" not in profiled(model, batch, loss=loss).blocks[-1].axes
+
+
 def test_an_unused_parameter_is_listed() -> None:
     model = Parts(lambda own, x: own.b(own.a(x)), a=linear(), b=linear(), c=linear())
     assert profiled(model).unused == ("c.weight", "c.bias")

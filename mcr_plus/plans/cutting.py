@@ -144,10 +144,12 @@ class CutModule(nn.Module):
         if self.first_row is None:
             return self.inner(*args, **kwargs)
         weight = cast("Tensor", self.inner.weight)
-        rows, padding = args[0] - self.first_row, self.inner.padding_idx
-        if padding is not None:
-            padding = padding - self.first_row if padding - self.first_row in range(len(weight)) else None
-        found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight, padding)
+        rows = args[0] - self.first_row
+        padding = (
+            cast("int", -1 if self.inner.padding_idx is None else self.inner.padding_idx) - self.first_row
+        )
+        own = padding if 0 <= padding < len(weight) else None  # it gets no gradient
+        found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight, own)
         return found * ((rows >= 0) & (rows < len(weight))).unsqueeze(-1)
 
     def _left(self, output: Any) -> Any:

@@ -69,7 +69,7 @@ def test_other_models_have_the_same_losses_by_their_own_plans(program: str, tmp_
 def test_data_that_are_too_few(tmp_path: Path) -> None:
     answer = launch("plans", "--batch", 1 << 20, program="dlrm.py")
     assert answer.returncode != 0
-    assert "sample.tsv.gz: expected at least 1048576 rows" in answer.stderr
+    assert "1048576" in answer.stderr  # in a frame, with broken lines
     assert "Traceback" not in answer.stderr
 
 

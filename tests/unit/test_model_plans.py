@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     (r"first: 'a'; expected an object of class PlanTask",
      lambda: plan("norm").before("a", "b")),  # type: ignore[arg-type]
     (r"blocks: 'b'; the profile has blocks 0 to 0",
-     lambda: plan("norm").recompute("b")),
+     lambda: plan("norm").recompute("b")),  # type: ignore[arg-type]
     (r"blocks: \[0, \[0\]\]; the profile has blocks 0 to 0",
      lambda: plan("norm").recompute([0, [0]])),  # type: ignore[list-item]
     (r"ranks: 'x'; the plan has ranks 0 to 1", lambda: plan("norm").assign(0, "x")),  # type: ignore[arg-type]

@@ -413,7 +413,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         shape = tuple(3 if kind else self.heads for kind in self.order)
         y = self.qkv(x).unflatten(-1, (*shape, -1)).movedim(2 + self.order.index(1), 0)
-        mixed = nn.functional.scaled_dot_product_attention(*y.transpose(2, 3), attn_mask=mask)
+        query, key, value = y.transpose(2, 3).unbind()
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2)) + self.skip * x
         return output
 

@@ -33,7 +33,9 @@ from mcr_plus.plans.search import search
 PlanOption = Annotated[str, typer.Option("--plan", help=f"auto, FILE, or {', '.join(NAMED)}")]
 Steps = Annotated[int, typer.Option(min=1)]
 Batch = Annotated[int, typer.Option(min=1, help="items of a step, on all ranks together")]
-Memory = Annotated[str | None, typer.Option(help="most bytes of a rank, such as 200MiB")]
+Memory = Annotated[
+    int | None, typer.Option(parser=parse_size, metavar="SIZE", help="most bytes of a rank, such as 200MiB")
+]
 Cluster = Annotated[Path | None, typer.Option("--topology", help="cluster.yaml; this host by default")]
 Report = Annotated[Path | None, typer.Option(help="write a picture of the plan as HTML")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan, for --plan FILE")]
@@ -50,7 +52,7 @@ class Task(NamedTuple):
 
 
 def train(
-    task: Task, plan: str, steps: int, memory: str | None, topology: Path | None, report: Path | None,
+    task: Task, plan: str, steps: int, memory: int | None, topology: Path | None, report: Path | None,
     output: Path | None, results: Path | None,
 ) -> list[float]:  # fmt: skip
     """Return the losses of the steps, the same on all ranks."""
@@ -90,23 +92,22 @@ def _this_host(ranks: int) -> Topology:
     return Topology.of({"nodes": 1, "ranks_per_node": ranks, "cores": os.cpu_count() or 1})
 
 
-def _proved(plan: str, profile: Profile, ranks: int, costs: ClusterCosts, memory: str | None) -> ProvedPlan:
-    most = None if memory is None else parse_size(memory)
+def _proved(plan: str, profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None) -> ProvedPlan:
     if plan == "auto":
-        return prove(_searched(profile, ranks, costs, most))
+        return prove(_searched(profile, ranks, costs, memory))
     is_name = plan in NAMED or "." not in plan
     proved = prove(named(plan, profile, ranks) if is_name else load_plan(plan, profile))
-    if most is not None:
-        check_memory(proved, most)
+    if memory is not None:
+        check_memory(proved, memory)
     return proved
 
 
-def _searched(profile: Profile, ranks: int, costs: ClusterCosts, most: int | None) -> ModelPlan:
+def _searched(profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None) -> ModelPlan:
     """Search on rank 0; the others get the plan, or the error."""
     found: Any = None
     if mcr.get_rank() == 0:
         try:
-            found = plan_text(search(profile, ranks, costs, memory=most).plans[0].plan.plan)
+            found = plan_text(search(profile, ranks, costs, memory=memory).plans[0].plan.plan)
         except InvalidArgument as error:
             found = error
     found = mcr.broadcast_object(found, 0)

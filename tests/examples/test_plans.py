@@ -82,6 +82,7 @@ def test_plans_that_are_none(tmp_path: Path) -> None:
         (("--plan", tmp_path / "plan.json"), "plan.json"),
         (("--plan", "auto", "--memory", "1KiB"), "MiB more"),
         (("--plan", "data_parallel", "--memory", "1KiB"), "memory: rank"),
+        (("--plan", "data_parallel", "--memory", "much"), "'--memory'"),
     ):
         answer = launch("plans", *TINY, *words, program="gpt.py")
         assert answer.returncode != 0

@@ -418,7 +418,7 @@ def profile(
 
 
 def _drop_wrong(whole: WholeModel, segments: Sequence[_Segment], axes: Sequence[dict[str, Axis]]) -> None:
-    """Drop axes of attention and MLPs whose parts do not add up."""
+    """Drop axes of attention and MLPs whose parts do not add up, and of experts that cannot be dealt."""
     from mcr_plus.plans.cutting import adds_up
 
     calls: dict[nn.Module, tuple[Any, Any]] = {}
@@ -432,7 +432,11 @@ def _drop_wrong(whole: WholeModel, segments: Sequence[_Segment], axes: Sequence[
         inner = (module for call in segment.members for module in call.module.modules())
         for module in {each for each in inner if each in calls and not hasattr(each, "mcr_axes")}:
             for axis, (count, how) in inner_axes(module).items():
-                if how == "sum" and count > 1 and axis in own and not adds_up(module, axis, *calls[module]):
+                if axis in own and not (
+                    hasattr(module, "mcr_cut")
+                    if how == "exchange"
+                    else count < 2 or adds_up(module, axis, *calls[module])
+                ):
                     del own[axis]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -17,7 +19,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.blocks import Axis
 from mcr_plus.plans.foretell import cluster_costs
 from mcr_plus.plans.memory import memory_of
-from mcr_plus.plans.search import search
+from mcr_plus.plans.search import _prepare, search
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, solve
 
 MIB = 1 << 20
@@ -201,6 +203,21 @@ def test_combinations_that_a_model_has_not_are_left_out() -> None:
     found = search(short, 4, costs_of(1, 4), best=40)
     assert {each.choice.outside for each in found.plans} == {None, "sequence"}
     assert all(each.plan for each in found.plans)
+
+
+def test_one_process_of_a_host_compiles_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def preparing(what: str) -> Iterator[None]:
+        entered.append(what)
+        yield
+
+    monkeypatch.setattr("mcr_plus.plans.search.preparing", preparing)
+    _prepare.cache_clear()
+    for _ in range(2):
+        search(chain([layer(0)]), 1, costs_of(1, 1))
+    assert entered == ["searches for plans"]
 
 
 def test_blocks_that_no_plan_runs_are_named() -> None:

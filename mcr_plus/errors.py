@@ -239,6 +239,12 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def expect(what: str, value: object, kind: type) -> None:
+    """Raise `InvalidArgument` unless a value is an instance of a class."""
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{what}: {short(value)}; expected an object of class {kind.__name__}")
+
+
 def is_normal_end(error: object) -> bool:
     """Return True if a `with` block ends in order: `error` is None, or `sys.exit` with success."""
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))

@@ -40,18 +40,20 @@ def main(
 ) -> None:
     """Train a transformer by a plan; print what was foretold and measured."""
     given = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence}
-    shape = read_shape(Shape, None, given)
-    corpus = read_corpus(data, shape.sequence, seed)
 
-    def model() -> LanguageModel:
+    def model(shape: Shape) -> LanguageModel:
         made = LanguageModel(shape, seed)
         made.bytes.weight.mcr_shared = True  # type: ignore[attr-defined]
         return made
 
-    task = training.Task(
-        model, lambda losses: losses.text, lambda step: corpus.windows(step, 0, batch),
-        partial(torch.optim.AdamW, lr=lr),
-    )  # fmt: skip
+    def task() -> training.Task:
+        shape = read_shape(Shape, None, given)
+        corpus = read_corpus(data, shape.sequence, seed)
+        return training.Task(
+            lambda: model(shape), lambda losses: losses.text, lambda step: corpus.windows(step, 0, batch),
+            partial(torch.optim.AdamW, lr=lr),
+        )  # fmt: skip
+
     training.start(task, plan, steps, memory, topology, report, output, json)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from libraries import JobError
 from torch import Tensor, nn
 
 import mcr_plus as mcr
@@ -32,7 +33,9 @@ from mcr_plus.plans.search import search
 PlanOption = Annotated[str, typer.Option("--plan", help=f"auto, FILE, or {', '.join(NAMED)}")]
 Steps = Annotated[int, typer.Option(min=1)]
 Batch = Annotated[int, typer.Option(min=1, help="items of a step, on all ranks together")]
-Memory = Annotated[str | None, typer.Option(help="most bytes of a rank, such as 200MiB")]
+Memory = Annotated[
+    int | None, typer.Option(parser=parse_size, metavar="SIZE", help="most bytes of a rank, such as 200MiB")
+]
 Cluster = Annotated[Path | None, typer.Option("--topology", help="cluster.yaml; this host by default")]
 Report = Annotated[Path | None, typer.Option(help="write a picture of the plan as HTML")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan, for --plan FILE")]
@@ -43,13 +46,13 @@ class Task(NamedTuple):
     """A model, its loss, and batches by step, equal on all ranks."""
 
     model: Callable[[], nn.Module]
-    loss: Callable[..., Tensor]
+    loss: Callable[..., Tensor] | None
     batch: Callable[[int], Any]
     optimizer: Callable[[Any], torch.optim.Optimizer]
 
 
 def train(
-    task: Task, plan: str, steps: int, memory: str | None, topology: Path | None, report: Path | None,
+    task: Task, plan: str, steps: int, memory: int | None, topology: Path | None, report: Path | None,
     output: Path | None, results: Path | None,
 ) -> list[float]:  # fmt: skip
     """Return the losses of the steps, the same on all ranks."""
@@ -89,23 +92,22 @@ def _this_host(ranks: int) -> Topology:
     return Topology.of({"nodes": 1, "ranks_per_node": ranks, "cores": os.cpu_count() or 1})
 
 
-def _proved(plan: str, profile: Profile, ranks: int, costs: ClusterCosts, memory: str | None) -> ProvedPlan:
-    most = None if memory is None else parse_size(memory)
+def _proved(plan: str, profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None) -> ProvedPlan:
     if plan == "auto":
-        return prove(_searched(profile, ranks, costs, most))
+        return prove(_searched(profile, ranks, costs, memory))
     is_name = plan in NAMED or "." not in plan
     proved = prove(named(plan, profile, ranks) if is_name else load_plan(plan, profile))
-    if most is not None:
-        check_memory(proved, most)
+    if memory is not None:
+        check_memory(proved, memory)
     return proved
 
 
-def _searched(profile: Profile, ranks: int, costs: ClusterCosts, most: int | None) -> ModelPlan:
+def _searched(profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None) -> ModelPlan:
     """Search on rank 0; the others get the plan, or the error."""
     found: Any = None
     if mcr.get_rank() == 0:
         try:
-            found = plan_text(search(profile, ranks, costs, memory=most).plans[0].plan.plan)
+            found = plan_text(search(profile, ranks, costs, memory=memory).plans[0].plan.plan)
         except InvalidArgument as error:
             found = error
     found = mcr.broadcast_object(found, 0)
@@ -141,11 +143,11 @@ def _report(
         results.write_text(json.dumps({**found, "peak_bytes": peak}))
 
 
-def start(*arguments: Any) -> None:
-    """Run `train`; report an error of the library in one line."""
+def start(task: Callable[[], Task], *arguments: Any) -> None:
+    """Run `train`; report an error of the library or of the task in one line."""
     try:
-        train(*arguments)
-    except McrError as error:
+        train(task(), *arguments)
+    except (JobError, McrError) as error:
         if mcr.is_initialized() and mcr.get_rank():
             raise typer.Exit(1) from None
         raise typer.BadParameter(str(error)) from None

@@ -10,6 +10,8 @@ import typer
 from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
+    from mcr_plus.bucketing.topology import Topology
+    from mcr_plus.config.schema import Config
     from mcr_plus.plans.search import FoundModelPlan, SearchResult
 
 
@@ -21,7 +23,7 @@ def plan_parallel(
     from mcr_plus.bucketing.topology import Topology
     from mcr_plus.config.reader import load
     from mcr_plus.core.units import parse_size
-    from mcr_plus.errors import ConfigError, InvalidArgument
+    from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
     from mcr_plus.plans.blocks import Profile
     from mcr_plus.plans.codecs import parse_codec
     from mcr_plus.plans.foretell import cluster_costs
@@ -39,10 +41,14 @@ def plan_parallel(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--memory") from None
     pipeline = load({"version": 1} if config is None else config)
+    ranks = ranks or cluster.ranks
+    origin = f"{ranks} ranks, costs from {_origin(cluster, topology, ranks, pipeline)}"
     try:
         costs = cluster_costs(cluster, pipeline)
         allowed = [parse_codec(each) for each in codecs or ()]
-        result = search(Profile.load(profile), ranks or cluster.ranks, costs, memory=most, codecs=allowed)
+        result = search(Profile.load(profile), ranks, costs, memory=most, codecs=allowed)
+    except Unsupported as error:  # an operation without a cost
+        raise typer.BadParameter(f"{error} ({origin})") from None
     except (InvalidArgument, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     best = result.plans[0]
@@ -57,11 +63,23 @@ def plan_parallel(
         write_text(report, plan_page(best.plan, best.step))
         written.append((report, "the picture"))
     if as_json:
-        print_json(_document(result))
+        print_json({"ranks": ranks, "origin": origin, **_document(result)})
         return
+    typer.echo(origin)
     _print(result)
     for path, what in written:
         print_written(path, what)
+
+
+def _origin(cluster: Topology, path: Path, ranks: int, pipeline: Config) -> str:
+    """Return where costs come from: tables, and links."""
+    from mcr_plus.bucketing.topology import crossed
+
+    tables = ", ".join(table.text for table in pipeline.tables) or "built-in tables"
+    links = crossed(cluster.placement(range(min(ranks, cluster.ranks))))
+    unknown = [link for link in links if cluster.rate(link) is None]
+    how = f"for the links of {path.name}, assumed to be those measured" if unknown != [*links] else "unscaled"
+    return f"{tables}, {how}" + (f"; {path.name} has no rate of {', '.join(unknown)}" if unknown else "")
 
 
 def _document(result: SearchResult) -> dict[str, Any]:

@@ -7,9 +7,11 @@ backward pass, so that the activations of one part at a time are kept (co-shard)
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,6 +22,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.plans.part import on_meta, run_whole_before
 from mcr_plus.plans.profile import HEADS, inner_axes
 from mcr_plus.plans.tensors import part_of
+from mcr_plus.plans.whole import tensors_in
 
 Move = Callable[[Tensor], Tensor]
 
@@ -46,7 +49,7 @@ def cut_parameters(module: nn.Module, axis: str, count: int) -> dict[str, Parame
     """
     if isinstance(module, nn.Linear) and axis == "hidden":
         return {name: ParameterCut(0) for name in ("weight", "bias") if getattr(module, name) is not None}
-    if isinstance(module, nn.Embedding) and axis in ("hidden", "rows"):
+    if isinstance(module, nn.Embedding) and axis in ("hidden", "rows") and module.max_norm is None:
         return {"weight": ParameterCut(1 if axis == "hidden" else 0)}
     layers = {name: kid for name, kid in module.named_children() if isinstance(kid, nn.Linear)}
     *firsts, last = layers or [""]
@@ -142,7 +145,11 @@ class CutModule(nn.Module):
             return self.inner(*args, **kwargs)
         weight = cast("Tensor", self.inner.weight)
         rows = args[0] - self.first_row
-        found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight)
+        padding = (
+            cast("int", -1 if self.inner.padding_idx is None else self.inner.padding_idx) - self.first_row
+        )
+        own = padding if 0 <= padding < len(weight) else None  # it gets no gradient
+        found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight, own)
         return found * ((rows >= 0) & (rows < len(weight))).unsqueeze(-1)
 
     def _left(self, output: Any) -> Any:
@@ -196,10 +203,11 @@ def cut_module(
                 raise Unsupported(f"{path}: {kind} has no method mcr_cut, which would deal its {axis}")
             if (
                 axis is None
-                and path == name
-                and len(names) == 1
-                and isinstance(module, nn.Linear | nn.Embedding)
+                and isinstance(module, nn.Embedding)
+                and module.num_embeddings == count.get("rows")
             ):
+                axis = "rows"
+            elif axis is None and [path] == names and isinstance(module, nn.Linear | nn.Embedding):
                 axis = axes[0]
             if axis is not None:
                 parts = [part_of((0, count[axis]), cuts, number) for number in own]
@@ -211,6 +219,31 @@ def cut_module(
     if not found and not dealt:
         raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
     return found
+
+
+@torch.no_grad()
+def adds_up(module: nn.Module, axis: str, args: Any, kwargs: Any) -> bool:
+    """Return whether two parts of a module add up to it, with random parameters and input.
+
+    They do not where parameters are laid out otherwise (queries, keys and values of each head together), or
+    the module does more, such as a skip.
+    """
+    count = inner_axes(module)[axis][0]
+    try:
+        twin = copy.deepcopy(module).eval()
+        for param in twin.parameters():
+            param.normal_(std=param.shape[-1] ** -0.5 if param.ndim > 1 else 1.0)
+        leaves, spec = tree_flatten((args, kwargs))
+        at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        leaves[at] = torch.randn_like(leaves[at])
+        args, kwargs = tree_unflatten(leaves, spec)
+        whole = tensors_in(twin(*args, **kwargs))[0]
+        halves = [(0, count // 2), (count // 2, count)]
+        found = CutModule(twin, axis, count, halves, lambda x: x, lambda x: x)(*args, **kwargs)
+        close = max(torch.finfo(whole.dtype).eps ** 0.5, 1e-3) * whole.abs().max()
+        return bool((tensors_in(found)[0] - whole).abs().max() <= close)
+    except Exception:  # its code does not run with parts, or they are none
+        return False
 
 
 def _deal(module: Any, axis: str, count: int, parts: range, group: Communicator) -> None:

@@ -23,8 +23,8 @@ from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from mcr_plus.core.units import whole_number
-from mcr_plus.errors import InvalidArgument, short, unknown
+from mcr_plus.core.units import whole_number, whole_numbers
+from mcr_plus.errors import InvalidArgument, expect, short, unknown
 from mcr_plus.layout.regions import Ints, as_ints
 from mcr_plus.plans.blocks import ModelBlock, Profile
 from mcr_plus.plans.codecs import CodecChoice, payload_codec
@@ -111,11 +111,12 @@ class ModelPlan:
         self, profile: Profile, ranks: int, *, micro_batches: int = 1, slices: int | Sequence[int] = 1,
         name: str = "plan",
     ) -> None:  # fmt: skip
+        expect("profile", profile, Profile)
         self.profile, self.name = profile, name
-        self.ranks = _count(ranks, "ranks")
+        self.ranks = positive(ranks, "ranks")
         given = list(slices) if isinstance(slices, Sequence) else None
-        self.micro_batches = _count(micro_batches, "micro_batches")
-        self.slices = _count(slices if given is None else len(given), "slices")
+        self.micro_batches = positive(micro_batches, "micro_batches")
+        self.slices = positive(slices if given is None else len(given), "slices")
         for axis, parts, what in (
             ("batch", self.micro_batches, "micro_batches"), ("sequence", self.slices, "slices")
         ):  # fmt: skip
@@ -139,11 +140,12 @@ class ModelPlan:
 
     def _inside(self, ranks: int | Sequence[int] | Ints) -> Ints:
         """Return ranks as an array. Raises `InvalidArgument` if the plan does not have one of them."""
-        given = as_ints(ranks)
-        outside = given[(given < 0) | (given >= self.ranks)]
-        if outside.size:
-            raise InvalidArgument(f"ranks: {int(outside[0])}; the plan has ranks 0 to {self.ranks - 1}")
-        return given
+        given = np.asarray(ranks)
+        is_whole = given.dtype.kind in "iu"
+        outside = (given[(given < 0) | (given >= self.ranks)] if is_whole else given.ravel()).tolist()
+        if outside:
+            raise InvalidArgument(f"ranks: {short(outside[0])}; the plan has ranks 0 to {self.ranks - 1}")
+        return as_ints(given)
 
     def _slice_ends(self, given: list[int] | None) -> list[int]:
         if self.slices == 1:
@@ -151,7 +153,7 @@ class ModelPlan:
         length = self.profile.blocks[0].axes["sequence"].parts[0]
         if given is None:
             return [length * (number + 1) // self.slices for number in range(self.slices)]
-        if sum(_count(each, "slices") for each in given) != length:
+        if sum(positive(each, "slices") for each in given) != length:
             raise InvalidArgument(f"slices: {short(given)}; expected lengths that add up to {length}")
         return [int(end) for end in np.cumsum(given)]
 
@@ -164,12 +166,12 @@ class ModelPlan:
             InvalidArgument: a block has none of the axes, or fewer parts; axes along data and of parameters
                 are mixed; `outside` is no axis along data; the block has been assigned.
         """
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        names = (axes,) if isinstance(axes, str) or not isinstance(axes, Sequence) else tuple(axes)
         for index in self.indices(blocks):
             block = self.profile.blocks[index]
             own = tuple(name for name in names if name in block.axes)
             if not own:
-                known = unknown("axis", names[0], tuple(block.axes) or ("none",))
+                known = unknown("axis", (*names, "")[0], tuple(block.axes) or ("none",))
                 raise InvalidArgument(f"block {block.name} ({block.kind}): {known}")
             hows = {block.axes[name].how for name in own}
             if len(own) > 1 and not hows <= set(OUTSIDE):
@@ -183,14 +185,14 @@ class ModelPlan:
                     f"{block.name}: {own} with {outside!r} outside; expected a sum with data"
                 )
             least = min(block.axes[name].parts[0] for name in own)
-            if _count(parts, "parts") > least:
+            if positive(parts, "parts") > least:
                 raise InvalidArgument(f"{block.name}: {parts} parts of {own}; it has {least}")
             self._add(index, BlockCut(own, parts, outside))
 
     def replicate(self, blocks: Blocks, parts: int) -> None:
         """Let several ranks compute the same. Raises `InvalidArgument` if a block has been assigned."""
         for index in self.indices(blocks):
-            self._add(index, BlockCut((), _count(parts, "parts")))
+            self._add(index, BlockCut((), positive(parts, "parts")))
 
     def recompute(self, blocks: Blocks) -> None:
         """Keep only the input of blocks, and run them again for the backward pass (Chen et al. 2016)."""
@@ -245,7 +247,11 @@ class ModelPlan:
             if given.ndim and given.size != int(np.prod(parts)):
                 name = self.profile.blocks[index].name
                 raise InvalidArgument(f"{name}: {given.size} ranks for {int(np.prod(parts))} parts")
-            self.places[index][micro, slice_] = given.reshape(parts) if given.ndim else given
+            try:
+                self.places[index][micro, slice_] = given.reshape(parts) if given.ndim else given
+            except IndexError:
+                what, least = f"micro: {short(micro)}, slice_: {short(slice_)}", "the plan has numbers below"
+                raise InvalidArgument(f"{what}; {least} {self.micro_batches} and {self.slices}") from None
 
     # -- order ----------------------------------------------------------------------------------------------
 
@@ -255,7 +261,9 @@ class ModelPlan:
         Raises:
             InvalidArgument: a rank is not in the job, or a block not in the profile.
         """
-        steps = list(steps)
+        steps = list(steps) if isinstance(steps, Iterable) else [steps]
+        for step in steps:
+            expect("steps", step, PlanStep)
         given = ranks if isinstance(ranks, int) else list(ranks)
         for rank in np.atleast_1d(self._inside(given)).tolist():
             own = self.tasks_of(rank)
@@ -269,6 +277,8 @@ class ModelPlan:
 
     def before(self, first: PlanTask, second: PlanTask) -> None:
         """Order two tasks of any ranks, which do not wait for each other because of it."""
+        expect("first", first, PlanTask)
+        expect("second", second, PlanTask)
         self.befores.append((first, second))
 
     # -- look -----------------------------------------------------------------------------------------------
@@ -283,15 +293,13 @@ class ModelPlan:
         count = len(self.profile.blocks)
         if blocks is ...:
             return list(range(count))
-        found = (
-            list(range(count)[blocks])
-            if isinstance(blocks, slice)
-            else sorted(np.atleast_1d(blocks).tolist())
-        )
-        for index in found:
-            if whole_number(index) is None or not 0 <= index < count:
-                raise InvalidArgument(f"blocks: {short(index)}; the profile has blocks 0 to {count - 1}")
-        return found
+        if isinstance(blocks, slice):
+            return list(range(count)[blocks])
+        found = whole_numbers(blocks if isinstance(blocks, Iterable) else [blocks])
+        outside = [blocks] if found is None else [index for index in found if not 0 <= index < count]
+        if outside or found is None:
+            raise InvalidArgument(f"blocks: {short(outside[0])}; the profile has blocks 0 to {count - 1}")
+        return sorted(found)
 
     def parts(self, block: int) -> tuple[int, ...]:
         """Return the number of parts of each cut of a block."""
@@ -326,8 +334,8 @@ class ModelPlan:
         Exact, by dynamic programming. Raises `InvalidArgument` if there are fewer blocks than stages.
         """
         blocks = self.profile.blocks
-        if not 1 <= count <= len(blocks):
-            raise InvalidArgument(f"stages: {count}; the profile has {len(blocks)} blocks")
+        if not 1 <= (whole_number(count) or 0) <= len(blocks):
+            raise InvalidArgument(f"stages: {short(count)}; the profile has {len(blocks)} blocks")
         given = [block.forward + block.backward for block in blocks] if weights is None else weights
         ends = np.concatenate([[0.0], np.cumsum(given)])
         best = ends.copy()
@@ -358,7 +366,8 @@ def default_order(task: PlanTask) -> tuple[int, int, int, int]:
     return 1, task.micro, -task.slice, -2 * task.block + (task.kind == "W")
 
 
-def _count(value: object, what: str) -> int:
+def positive(value: object, what: str) -> int:
+    """Return a number from 1. Raises `InvalidArgument` for any other."""
     count = whole_number(value)
     if count is None or count < 1:
         raise InvalidArgument(f"{what}: {short(value)}; expected a number from 1")

@@ -108,7 +108,7 @@ class MeasuredPass:
             given = nbytes_of(tensors[0]) if tensors else 0
             self._add(axes, AxisBytes(0, params, given))
 
-    def _leave(self, module: nn.Module, _: Any, outputs: Any) -> None:
+    def _leave(self, module: nn.Module, _: Any, __: Any, outputs: Any) -> None:
         if self._inside and self._inside[-1][0] is module:
             self._inside.pop()
         if self._live and next(module.parameters(recurse=False), None) is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.layout.regions import Ints
 from mcr_plus.plans.blocks import ModelBlock, Profile
-from mcr_plus.plans.language import B, Blocks, F, Held, ModelPlan, PlanStep, W
+from mcr_plus.plans.language import B, Blocks, F, Held, ModelPlan, PlanStep, W, positive
 
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
 _INNER: Final = ("heads", "hidden", "experts", "tables", "rows")
@@ -29,7 +29,8 @@ def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None 
         axes = {} if plan.blocks[index].shared else plan.blocks[index].axes
         if inner := [axis for axis in _INNER if axis in axes and axes[axis].how in ("sum", "exchange")]:
             needed = "batch" if any(axes[axis].how == "exchange" for axis in inner) else None
-            plan.cut(index, inner, parts, outside if outside in axes else needed)
+            can = outside in axes and "rows" not in inner  # whose input are indices
+            plan.cut(index, inner, parts, outside if can else needed)
         elif index and outside in axes and not plan.blocks[index].reads_batch:
             plan.cut(index, outside, parts)
         else:
@@ -102,7 +103,7 @@ def by_kind(
     `axis_of`: of a block and a number of parts; replicas where it has fewer, or no such axis.
     """
     plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name=name)
-    parts, rest = divmod(ranks, data)
+    parts, rest = divmod(ranks, positive(data, "data"))
     if rest:
         raise InvalidArgument(f"{name}: {ranks} ranks in {data} groups")
     for index, block in enumerate(plan.blocks):
@@ -174,7 +175,9 @@ def co_shard(profile: Profile, ranks: int, parts: int = 4, micro_batches: int = 
         if inner := [
             axis for axis in ("heads", "hidden") if axis in block.axes and block.axes[axis].how == "sum"
         ]:
-            plan.cut(index, inner, min(parts, *(block.axes[axis].parts[0] for axis in inner)))
+            plan.cut(
+                index, inner, min(positive(parts, "parts"), *(block.axes[axis].parts[0] for axis in inner))
+            )
         each = int(np.prod(plan.parts(index))) // ranks
         plan.assign(index, np.repeat(np.arange(ranks), each))
     return plan
@@ -310,8 +313,13 @@ def interlaced(profile: Profile, ranks: int, micro_batches: int = 4) -> ModelPla
     plan = ModelPlan(profile, ranks, micro_batches=micro_batches, name="interlaced")
     head = len(plan.blocks) - 2
     hidden = plan.blocks[max(head, 0)].axes.get("hidden")
-    if head < 1 or "rows" not in plan.blocks[0].axes or hidden is None or hidden.how != "columns":
-        raise InvalidArgument("interlaced: expected an embedding, other blocks, a linear layer, and a loss")
+    is_cut = head > 0 and "rows" in plan.blocks[0].axes and hidden is not None and hidden.how == "columns"
+    if not is_cut or plan.blocks[0].shared or plan.blocks[head].shared:
+        kinds = ", ".join(block.kind for block in (*plan.blocks[:1], *plan.blocks[1:][-2:]))
+        raise InvalidArgument(
+            "interlaced: expected an embedding, other blocks, a linear layer with parameters of its own, and "
+            f"a loss; the first and last blocks are {kinds}"
+        )
     times = [block.forward + block.backward for block in plan.blocks]
     for index, axis in ((0, "rows"), (head, "hidden")):
         plan.cut(index, axis, ranks)

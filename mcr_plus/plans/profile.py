@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.units import whole_number
-from mcr_plus.errors import InvalidArgument, Unsupported, short
+from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
 from mcr_plus.plans.measuring import AxisBytes, Boundary, MeasuredPass, state_bytes
 from mcr_plus.plans.slices import can_slice
@@ -260,6 +260,7 @@ def _together(each: Sequence[_Cuts]) -> _Cuts:
         if hows and len(hows) == len(each):
             both[axis] = next((how for how in hows if how != "split"), "split")
     inner = [(axis, cut) for cuts in each for axis, cut in cuts.items() if axis not in _LONG]
+    inner.sort(key=lambda pair: pair[1][0])  # of several embeddings, the largest is cut
     return both | {axis: cut for axis, cut in inner if cut[1] in {"sum", "exchange"}}
 
 
@@ -269,9 +270,17 @@ def _divided(module: nn.Module) -> list[str]:
     return [axis for axis in cuts if axis not in _LONG]
 
 
+def _bytes_of_leaves(calls: Sequence[_Call], rows: int | None) -> int:
+    """Return the bytes of parameters, with `rows` those of embeddings of so many rows."""
+    modules = {module for call in calls for module in call.module.modules()}
+    own = [module for module in modules if rows in (None, getattr(module, "num_embeddings", 0))]
+    return sum(nbytes_of(param) for module in own for param in module.parameters(recurse=False))
+
+
 def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> dict[str, Axis]:
     # A function of a scalar is one of the whole batch's loss.
-    each = [_cuts(call) for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
+    calls = [call for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
+    each = [_cuts(call) for call in calls]
     shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
     dims_of: dict[str, tuple[int, ...]] = {
         "batch": (0,),
@@ -286,6 +295,9 @@ def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> 
         try:
             count, how = ((), cut) if axis in _LONG else ((cut[0],), cut[1])
             own = sizes[axis]._asdict() if axis in sizes else {}
+            if count and not own:
+                params = _bytes_of_leaves(calls, count[0] if axis == "rows" else None)
+                own = {"params": params, "input": output.nbytes if how == "sum" else 0}
             parts = count or tuple(shape[dim] for dim in dims)
             axes[axis] = Axis(dims=dims, parts=parts, how=how, **own)
         except (ValueError, TypeError, LookupError):
@@ -333,6 +345,10 @@ def profile(
         raise InvalidArgument(f"batch: {short(batch)}; expected a tensor, or a tuple or dict with one")
     if not isinstance(model, nn.Module) or not any(param.requires_grad for param in model.parameters()):
         raise InvalidArgument(f"model: {short(model)}; expected a module with parameters that need gradients")
+    if optimizer is not None:
+        expect("optimizer", optimizer, torch.optim.Optimizer)
+    if loss is not None:
+        expect("loss", loss, Callable)  # type: ignore[arg-type]
     if (count := whole_number(repeats)) is None or count < 1:
         raise InvalidArgument(f"repeats: {repeats!r}; expected a number from 1")
     if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules()):
@@ -352,8 +368,15 @@ def profile(
         items = segments[0].input.shape[0] if all("batch" in each for each in axes) else 0
         few = max(items // _FEW, 1)
         whole.take(rows_of(batch, items, 0, few))
-        small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
+        try:
+            small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise InvalidArgument(
+                f"batch: the model fails with {few} of its {items} items: {short(str(error))}; tensors of "
+                f"{items} rows are taken for data of the items"
+            ) from error
         states = state_bytes(optimizer, first.gradients) if optimizer is not None else {}
+        _drop_wrong(whole, segments, axes)
         if items > 1 and not outputs[-1].shape and not flow.random and not _is_mean(whole, batch, items):
             del axes[-1]["batch"]
     blocks, taken = [], Counter[str]()
@@ -394,6 +417,29 @@ def profile(
         unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
         sliced=can_slice(model, blocks),
     )  # fmt: skip
+
+
+def _drop_wrong(whole: WholeModel, segments: Sequence[_Segment], axes: Sequence[dict[str, Axis]]) -> None:
+    """Drop axes of attention and MLPs whose parts do not add up, and of experts that cannot be dealt."""
+    from mcr_plus.plans.cutting import adds_up
+
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        calls[module] = args, kwargs
+
+    with torch.no_grad():
+        whole.run(lambda *_: None, leave)
+    for segment, own in zip(segments, axes, strict=True):
+        inner = (module for call in segment.members for module in call.module.modules())
+        for module in {each for each in inner if each in calls and not hasattr(each, "mcr_axes")}:
+            for axis, (count, how) in inner_axes(module).items():
+                if axis in own and not (
+                    hasattr(module, "mcr_cut")
+                    if how == "exchange"
+                    else count < 2 or adds_up(module, axis, *calls[module])
+                ):
+                    del own[axis]
 
 
 def _is_mean(whole: WholeModel, batch: Any, items: int) -> bool:

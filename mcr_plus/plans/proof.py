@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, expect
 from mcr_plus.layout import proof as layout_proof
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import exchanges
@@ -108,6 +108,7 @@ def prove(plan: ModelPlan) -> ProvedPlan:
     Raises:
         InvalidArgument: the plan is wrong; the text names the task, the rank, and what is missing.
     """
+    expect("plan", plan, ModelPlan)
     check_tasks(plan)
     tensors = PlanTensors(plan)
     _check_tensors(plan, tensors)

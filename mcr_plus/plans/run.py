@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from mcr_plus.api.collectives import broadcast_object
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.core.kinds import dtype_name
-from mcr_plus.errors import InvalidArgument, Unsupported, short
+from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
 from mcr_plus.plans.checkpoint import load_state_dict, state_dict
@@ -95,6 +95,8 @@ def parallelize(
         assert parallel.step(batch) < first
         ```
     """
+    expect("model", model, nn.Module)
+    expect("optimizer", optimizer, torch.optim.Optimizer)
     first = broadcast_object(plan.plan if isinstance(plan, ProvedPlan) else plan, 0)
     proved = plan if isinstance(plan, ProvedPlan) and plan.plan is first else prove(first)
     if proved.plan.ranks != get_world_size():

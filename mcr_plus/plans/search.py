@@ -17,23 +17,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from mcr_plus.bucketing import events
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
 from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.kernels.compiling import preparing
+from mcr_plus.plans import stage_search
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.codecs import CodecChoice, payload_codec, transfer_codec
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
-from mcr_plus.plans.language import Held, PlanTask
+from mcr_plus.plans.language import OUTSIDE, Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
 from mcr_plus.plans.named import Schedule, hybrid, mesh
-from mcr_plus.plans.proof import ProvedPlan, check_random, prove, seconds_of, share_of
+from mcr_plus.plans.proof import ProvedPlan, prove, seconds_of, share_of
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, Floats, Ints, solve
 from mcr_plus.plans.tensors import PlanTensors
 from mcr_plus.tables.scaling import Placement
@@ -145,9 +148,14 @@ def search(
 
     Raises:
         InvalidArgument: no plan has so little memory, and the text says how much more has one; the topology,
-            or every combination, has another number of ranks; a codec is unknown, or the ranks are too many
-            for codecs.
+            or every combination, has another number of ranks; a block draws random numbers; a codec is
+            unknown, or the ranks are too many for codecs.
     """
+    for block in profile.blocks:
+        if block.random:
+            raise InvalidArgument(
+                f"{block.name}: it draws random numbers, which no plan runs; set its dropout to 0"
+            )
     if not 1 <= ranks <= costs.topology.ranks:
         raise InvalidArgument(f"ranks: {ranks}; the topology has {costs.topology.ranks}")
     if codecs and ranks > SIMULATED:
@@ -156,6 +164,7 @@ def search(
         )
     for codec, dtype in product(codecs, {block.dtype for block in profile.blocks}):
         payload_codec(codec, dtype)
+    _prepare()
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
     tables = _Tables(profile, fastest, codecs)
@@ -233,6 +242,14 @@ def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[Cod
         step(tensor, next(each for each in choices(tensor) if each is used or step(tensor, each) <= most))
 
 
+@cache
+def _prepare() -> None:
+    """Let one process of a host compile the kernels, where all search."""
+    with preparing("searches for plans"):
+        stage_search.prepare()
+        events.prepare()
+
+
 def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batches: int) -> str:
     """Return what a bound lacks for a combination that needs at least `least` bytes; sizes are rounded up."""
     hundredth, number = (1 << 20) / 100, 0
@@ -252,8 +269,8 @@ def _choices(
     items = min((block.axes["batch"].parts[0] for block in blocks if "batch" in block.axes), default=1)
     all_cut = all("batch" in block.axes for block in blocks)
     inner = [
-        block.axes[name].parts[0] for block in blocks for name in ("heads", "hidden") if name in block.axes
-    ]
+        axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how in OUTSIDE
+    ]  # what `tensor_cut` cuts
     sequence = any("sequence" in block.axes and "heads" in block.axes for block in blocks)
     for tensor in [n for n in _divisors(ranks) if n == 1 or (inner and n <= min(min(inner), per_node))]:
         for stages in [n for n in _divisors(ranks // tensor) if n <= len(blocks)]:
@@ -367,7 +384,6 @@ class _Tables:
         The last parts are the largest.
         """
         plan, _, _ = mesh(self.profile, tensor, tensor=tensor, micro_batches=pieces, outside=outside)
-        check_random(plan)
         whole = mesh(self.profile, tensor, tensor=tensor, outside=outside)[0]  # with fewer places to look at
         held = RankMemory(ProvedPlan(whole, PlanTensors(whole), (), ()), tensor - 1)
         proved = ProvedPlan(plan, PlanTensors(plan), (), ())

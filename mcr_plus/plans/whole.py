@@ -58,7 +58,7 @@ class WholeModel(nn.Module):
             enter(module, tensors_in((args, kwargs)))
 
         hooks = [each.register_forward_pre_hook(tell, with_kwargs=True) for each in self.modules()]
-        hooks += [each.register_forward_hook(leave) for each in self.modules()]
+        hooks += [each.register_forward_hook(leave, with_kwargs=True) for each in self.modules()]
         try:
             return self()  # type: ignore[no-any-return]
         finally:

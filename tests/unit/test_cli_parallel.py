@@ -44,7 +44,8 @@ def test_the_document(folder: Path) -> None:
     answer = plan(folder, "--memory", "60MiB", "--json")
     assert (answer.returncode, answer.stderr) == (0, "")
     document = json.loads(answer.stdout)
-    assert document.keys() == {"bound_ms", "gap", "tried", "plans"}
+    assert document.keys() == {"ranks", "origin", "bound_ms", "gap", "tried", "plans"}
+    assert document["ranks"] == 4
     plans = document["plans"]
     assert 1 <= len(plans) <= 4
     assert plans[0].keys() == {
@@ -80,6 +81,11 @@ def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
     assert answer.returncode == 0, answer.stderr
     document = json.loads(plan(folder, "--ranks", 2, "--json").stdout)
     best = document["plans"][0]
+    origin = (
+        "2 ranks, costs from built-in tables, for the links of cluster.yaml, assumed to be those measured"
+    )
+    assert answer.stdout.startswith(f"{origin}\n")
+    assert document["origin"] == origin
     assert f"step {best['step_ms']:.1f} ms" in answer.stdout
     assert "bound" in answer.stdout
     assert "stage 0:" in answer.stdout
@@ -134,6 +140,7 @@ def test_links_without_rates_and_files_that_are_none(folder: Path) -> None:
     answer = plan(folder, "--config", folder / "none.yaml")
     assert answer.returncode != 0
     assert "link" in answer.stderr
+    assert "no rate of inside, nic" in " ".join(answer.stderr.replace("│", "").split())
     assert "Traceback" not in answer.stderr
     for name, text in (("profile.json", "{"), ("cluster.yaml", "nodes: -1\n")):
         (folder / name).write_text(text)

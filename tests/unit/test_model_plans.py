@@ -86,6 +86,28 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     (r"blocks: 3; the profile has blocks 0 to 0", lambda: plan("norm").assign(3, 0)),
     (r"blocks: -1; the profile has blocks 0 to 0", lambda: plan("norm").recompute(-1)),
     (r"unknown held 'zero3'", lambda: plan("norm").hold(..., "zero3")),  # type: ignore[arg-type]
+    (r"steps: 'F0'; expected an object of class PlanStep",
+     lambda: plan("norm").order(0, ["F0"])),  # type: ignore[list-item]
+    (r"steps: 5; expected an object of class PlanStep",
+     lambda: plan("norm").order(0, 5)),  # type: ignore[arg-type]
+    (r"first: 'a'; expected an object of class PlanTask",
+     lambda: plan("norm").before("a", "b")),  # type: ignore[arg-type]
+    (r"blocks: 'b'; the profile has blocks 0 to 0",
+     lambda: plan("norm").recompute("b")),  # type: ignore[arg-type]
+    (r"blocks: \[0, \[0\]\]; the profile has blocks 0 to 0",
+     lambda: plan("norm").recompute([0, [0]])),  # type: ignore[list-item]
+    (r"ranks: 'x'; the plan has ranks 0 to 1", lambda: plan("norm").assign(0, "x")),  # type: ignore[arg-type]
+    (r"ranks: 0\.5; the plan has ranks 0 to 1", lambda: plan("norm").assign(0, 0.5)),  # type: ignore[arg-type]
+    (r"micro: 7, slice_: .*; the plan has numbers below 1 and 1", lambda: plan("norm").assign(0, 0, micro=7)),
+    (r"unknown axis 5", lambda: plan("norm").cut(0, 5, 2)),  # type: ignore[arg-type]
+    (r"unknown axis ''", lambda: plan("norm").cut(0, [], 2)),
+    (r"data: 0; expected a number from 1", lambda: named("spatial", profile("norm"), 1, data=0)),
+    (r"parts: '2'; expected a number from 1", lambda: named("co_shard", profile("mlp"), 1, parts="2")),
+    (r"profile: 'p'; expected an object of class Profile",
+     lambda: named("gpipe", "p", 1)),  # type: ignore[arg-type]
+    (r"plan: 'p'; expected an object of class ModelPlan", lambda: prove("p")),  # type: ignore[arg-type]
+    (r"stages: '2'; the profile has 2 blocks",
+     lambda: plan("norm", "norm").stages("2")),  # type: ignore[arg-type]
     (r"stages: 3; the profile has 2 blocks", lambda: plan("norm", "norm").stages(3)),
     (r"stages: 0; the profile has 2 blocks", lambda: plan("norm", "norm").stages(0)),
     (r"unknown plan 'gpip'; did you mean 'gpipe'|unknown plan 'gpip'",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -14,11 +16,12 @@ from plan_blocks import chain, cluster, layer
 from tiers import examples
 
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.plans.blocks import Axis
 from mcr_plus.plans.foretell import cluster_costs, foretell
 from mcr_plus.plans.memory import memory_of
 from mcr_plus.plans.named import hybrid
 from mcr_plus.plans.proof import prove
-from mcr_plus.plans.search import search
+from mcr_plus.plans.search import _prepare, search
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, solve
 
 MIB = 1 << 20
@@ -204,16 +207,42 @@ def test_ranks_for_which_there_is_no_combination() -> None:
 
 @pytest.mark.long
 def test_combinations_that_a_model_has_not_are_left_out() -> None:
-    """Its sequence is shorter than its number of heads; and a block that draws numbers has no replicas."""
+    """Its sequence is shorter than its number of heads."""
     short = chain([layer(number, length=3, heads=8) for number in range(4)], length=3)
     found = search(short, 4, costs_of(1, 4), best=40)
     assert {each.choice.outside for each in found.plans} == {None, "sequence"}
     assert all(each.plan for each in found.plans)
-    draws = chain([layer(0), layer(1, heads=0, random=True), layer(2)])
-    found = search(draws, 2, costs_of(1, 2), best=12)
-    assert all(
-        each.plan and not (each.choice.tensor > 1 and each.choice.outside is None) for each in found.plans
-    )
+
+
+def test_one_process_of_a_host_compiles_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def preparing(what: str) -> Iterator[None]:
+        entered.append(what)
+        yield
+
+    monkeypatch.setattr("mcr_plus.plans.search.preparing", preparing)
+    _prepare.cache_clear()
+    for _ in range(2):
+        search(chain([layer(0)]), 1, costs_of(1, 1))
+    assert entered == ["searches for plans"]
+
+
+def test_blocks_that_no_plan_runs_are_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"^b1: it draws random numbers"):
+        search(chain([layer(0), layer(1, random=True)]), 2, costs_of(1, 2))
+
+
+def test_experts_are_dealt_where_they_do_not_fit_beside_a_head_of_one_column() -> None:
+    experts = Axis(dims=(), parts=(6,), how="exchange", params=100 * MIB)
+    column = Axis(dims=(), parts=(1,), how="columns")
+    first, last = layer(0, heads=0, params=100 * MIB), layer(1, heads=0)
+    first = first.model_copy(update={"axes": {**first.axes, "experts": experts}})
+    last = last.model_copy(update={"axes": {**last.axes, "hidden": column}})
+    best = search(chain([first, last]), 2, costs_of(1, 2), memory=300 * MIB).plans[0]
+    assert best.choice.tensor == 2
+    assert best.plan.plan.cuts[0][0].axes == ("experts",)
 
 
 @pytest.mark.parametrize("sliced", [False, True])

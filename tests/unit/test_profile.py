@@ -356,6 +356,24 @@ def test_a_loss_that_is_no_mean_over_items_cannot_be_cut_along_the_batch(
     assert all("batch" in block.axes for block in found.blocks[:-1])
 
 
+@pytest.mark.parametrize("by_class", [False, True])
+def test_weights_of_as_many_classes_as_items_are_not_cut_as_data_unseen(by_class: bool) -> None:
+    weights = torch.arange(1.0, BATCH + 1)
+    batch = torch.randn(BATCH, BATCH), (torch.arange(BATCH), weights)
+
+    def loss(y: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        if by_class:
+            return nn.functional.cross_entropy(y, target[0], weight=target[1])
+        return y.square().mean() * target[1].sum()
+
+    model = nn.Linear(BATCH, BATCH)
+    if by_class:
+        with pytest.raises(InvalidArgument, match=f"^batch: the model fails with . of its {BATCH} items"):
+            profiled(model, batch, loss=loss)
+    else:
+        assert "batch" not in profiled(model, batch, loss=loss).blocks[-1].axes
+
+
 def test_an_unused_parameter_is_listed() -> None:
     model = Parts(lambda own, x: own.b(own.a(x)), a=linear(), b=linear(), c=linear())
     assert profiled(model).unused == ("c.weight", "c.bias")
@@ -383,6 +401,35 @@ def test_wrong_axes_are_refused(axes: Any) -> None:
         profiled(model)
 
 
+class Attention(nn.Module):
+    """Queries, keys and values of all heads from one layer, laid out kind by kind, or head by head."""
+
+    def __init__(self, order: tuple[int, ...], skip: float) -> None:
+        super().__init__()
+        self.heads, self.order, self.skip = 4, order, skip
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        shape = tuple(3 if kind else self.heads for kind in self.order)
+        y = self.qkv(x).unflatten(-1, (*shape, -1)).movedim(2 + self.order.index(1), 0)
+        query, key, value = y.transpose(2, 3).unbind()
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2)) + self.skip * x
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_cut_only_where_their_parts_add_up(dtype: torch.dtype) -> None:
+    """Also if the model's own parameters and input would not show it."""
+    for order, skip, adds_up in (((1, 0), 0.0, True), ((0, 1), 0.0, False), ((1, 0), 1.0, False)):
+        model = nn.Sequential(nn.Linear(8, 8), Attention(order, skip)).to(dtype)
+        before = [param.clone() for param in model.parameters()]
+        block = profiled(model, torch.zeros(4, 5, 8, dtype=dtype)).blocks[1]
+        assert block.axes.keys() == {"batch", "sequence", *(["heads"] if adds_up else [])}
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
 # -- arguments, and the file --------------------------------------------------------------------------------
 
 
@@ -390,6 +437,9 @@ def test_wrong_arguments_are_refused() -> None:
     for options in ({"repeats": 0}, {"repeats": 1.5}):
         with pytest.raises(InvalidArgument, match="repeats"):
             profiled(linear(), **options)
+    for name, kind in (("optimizer", "Optimizer"), ("loss", "Callable")):
+        with pytest.raises(InvalidArgument, match=f"^{name}: 'adam'; expected an object of class {kind}"):
+            profiled(linear(), **{name: "adam"})
     with pytest.raises(InvalidArgument, match=r"^batch: 'text'; expected a tensor"):
         profiled(linear(), "text")
     with pytest.raises(InvalidArgument, match=r"^loss: its output needs no gradient"):

@@ -55,6 +55,12 @@ def test_every_public_name_has_an_entry() -> None:
         assert f"`{name.removeprefix('mcr_plus.')}`" in operations
 
 
+def test_plans_have_entries() -> None:
+    """They are public, but not names of the package."""
+    plans = {name.removeprefix("mcr_plus.plans.") for name in entries()}
+    assert {"language.ModelPlan", "language.F", "named", "proof.prove", "search.search"} <= plans
+
+
 def test_every_entry_exists() -> None:
     for name in entries():
         assert pydoc.locate(name) is not None, name

@@ -90,6 +90,7 @@ class Untold(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mcr_axes = {"batch": "split", "experts": (2, "exchange")}
         self.gate, self.own = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,6 +117,9 @@ def refused() -> list[str]:
         with pytest.raises(InvalidArgument) as wrong:
             named("tables_parallel", profile, comm.size)
         said.append(str(wrong.value))
+        model = nn.Sequential(nn.Linear(4, 4), Untold())
+        del model[1].mcr_axes  # then the profile does not say what no plan can run
+        assert "experts" not in profile_of(model, batch, loss).blocks[1].axes
     return said
 
 

@@ -35,6 +35,26 @@ def vocabulary() -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, 6), *blocks, nn.Linear(6, WORDS)).double()
 
 
+class Placed(nn.Module):
+    """Words with a padding word, and their positions, in one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.places = nn.Embedding(WORDS, 6, padding_idx=2), nn.Embedding(7, 6)
+        self.inner = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(3)
+        )
+        self.head = nn.Linear(6, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x) + self.places(torch.arange(x.shape[1]))
+        for each in self.inner:
+            x = each(x)
+        output: Tensor = self.head(x)
+        return output
+
+
 class Recycled(nn.Module):
     """Three passes, of which the last has gradients."""
 
@@ -92,6 +112,9 @@ def trained() -> dict[str, float]:
         for micro in (1, 4):
             plan_of = partial(named, "interlaced", ranks=ranks, micro_batches=micro)
             found[f"interlaced {micro}"] = difference(vocabulary, words(), plan_of, of_words)
+        for name in ("interlaced", "tensor_parallel", "sequence_parallel"):
+            plan_of = partial(named, name, ranks=ranks, micro_batches=2)
+            found[f"placed, {name}"] = difference(lambda: Placed().double(), words(), plan_of, of_words)
         recycled = partial(difference, lambda: Recycled().double(), features(), loss=functional.mse_loss)
         for micro in (1, 4):
             plan_of = partial(named, "three_f_one_b", ranks=ranks, micro_batches=micro)
@@ -101,6 +124,9 @@ def trained() -> dict[str, float]:
             loss = functional.mse_loss
             found[f"around, {name}"] = difference(lambda: Around().double(), features(), plan_of, loss)
         found["data"] = recycled(partial(named, "data_parallel", ranks=ranks))
+        profile = profile_of(Placed(), words()[0], of_words)
+        rows = profile.blocks[0].axes["rows"]
+        assert (profile.blocks[0].name, rows.parts, rows.params) == ("words + places", (WORDS,), WORDS * 24)
         profile = profile_of(Recycled().double(), features()[0], functional.mse_loss)
         assert [block.detached for block in profile.blocks] == [True] * 8 + [False] * 6
         with pytest.raises(InvalidArgument, match="expected an embedding"):
@@ -113,4 +139,4 @@ def trained() -> dict[str, float]:
 def test_they_train_as_one_process(ranks: int) -> None:
     for result in run_ranks(trained, ranks):
         assert {key: value for key, value in result.value.items() if not value < CLOSE} == {}
-        assert len(result.value) == 7 - 2 * (ranks == 4)
+        assert len(result.value) == 10 - 2 * (ranks == 4)

@@ -37,6 +37,7 @@ def main(
     lr: options.LearningRate = 0.1,
     seed: options.Seed = 0,
     memory: training.Memory = None,
+    codec: training.Codecs = None,
     topology: training.Cluster = None,
     report: training.Report = None,
     output: training.Output = None,
@@ -58,7 +59,7 @@ def main(
             lambda step: batches[step % len(batches)], partial(torch.optim.SGD, lr=lr),
         )  # fmt: skip
 
-    training.start(task, plan, steps, memory, topology, report, output, json)
+    training.start(task, plan, steps, memory, codec, topology, report, output, json)
 
 
 if __name__ == "__main__":

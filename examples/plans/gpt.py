@@ -33,6 +33,7 @@ def main(
     lr: options.LearningRate = 5e-4,
     seed: options.Seed = 0,
     memory: training.Memory = None,
+    codec: training.Codecs = None,
     topology: training.Cluster = None,
     report: training.Report = None,
     output: training.Output = None,
@@ -54,7 +55,7 @@ def main(
             partial(torch.optim.AdamW, lr=lr),
         )  # fmt: skip
 
-    training.start(task, plan, steps, memory, topology, report, output, json)
+    training.start(task, plan, steps, memory, codec, topology, report, output, json)
 
 
 if __name__ == "__main__":

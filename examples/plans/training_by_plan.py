@@ -21,8 +21,10 @@ from mcr_plus.bucketing.topology import Topology
 from mcr_plus.core.units import about, parse_size
 from mcr_plus.errors import InvalidArgument, McrError
 from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.codecs import CodecChoice, parse_codec
 from mcr_plus.plans.foretell import cluster_costs, foretell
 from mcr_plus.plans.language import ModelPlan
+from mcr_plus.plans.links import measure_links
 from mcr_plus.plans.memory import check_memory, memory_of
 from mcr_plus.plans.named import NAMED, named
 from mcr_plus.plans.picture import plan_page
@@ -36,7 +38,14 @@ Batch = Annotated[int, typer.Option(min=1, help="items of a step, on all ranks t
 Memory = Annotated[
     int | None, typer.Option(parser=parse_size, metavar="SIZE", help="most bytes of a rank, such as 200MiB")
 ]
-Cluster = Annotated[Path | None, typer.Option("--topology", help="cluster.yaml; this host by default")]
+Cluster = Annotated[
+    Path | None,
+    typer.Option("--topology", help="cluster.yaml; by default this host, or links measured between several"),
+]
+Codecs = Annotated[
+    list[str] | None,
+    typer.Option("--codec", help="of --plan auto between stages, as bf16 or '{codec: topk, ratio: 0.1}'"),
+]
 Report = Annotated[Path | None, typer.Option(help="write a picture of the plan as HTML")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan, for --plan FILE")]
 Json = Annotated[Path | None, typer.Option("--json", help="write the results")]
@@ -52,8 +61,8 @@ class Task(NamedTuple):
 
 
 def train(
-    task: Task, plan: str, steps: int, memory: int | None, topology: Path | None, report: Path | None,
-    output: Path | None, results: Path | None,
+    task: Task, plan: str, steps: int, memory: int | None, codecs: list[str] | None, topology: Path | None,
+    report: Path | None, output: Path | None, results: Path | None,
 ) -> list[float]:  # fmt: skip
     """Return the losses of the steps, the same on all ranks."""
     torch.set_num_threads(1)
@@ -62,9 +71,8 @@ def train(
         optimizer = task.optimizer(model.parameters())
         profile = _profile(task, model, optimizer)
         ranks = comm.size
-        cluster = Topology.load(topology) if topology else _this_host(ranks)
-        costs = cluster_costs(cluster)
-        proved = _proved(plan, profile, ranks, costs, memory)
+        costs = cluster_costs(Topology.load(topology) if topology else _cluster(comm))
+        proved = _proved(plan, profile, ranks, costs, memory, [parse_codec(each) for each in codecs or ()])
         parallel = mcr.parallelize(model, optimizer, proved, loss=task.loss)
         losses, seconds = [], []
         for step in range(steps):
@@ -88,13 +96,18 @@ def _profile(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return Profile.model_validate_json(mcr.broadcast_object(own, 0))
 
 
-def _this_host(ranks: int) -> Topology:
-    return Topology.of({"nodes": 1, "ranks_per_node": ranks, "cores": os.cpu_count() or 1})
+def _cluster(comm: mcr.Communicator) -> Topology:
+    if len(set(comm.hosts)) > 1:
+        return measure_links()
+    return Topology.of({"nodes": 1, "ranks_per_node": comm.size, "cores": os.cpu_count() or 1})
 
 
-def _proved(plan: str, profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None) -> ProvedPlan:
+def _proved(
+    plan: str, profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None,
+    codecs: list[CodecChoice],
+) -> ProvedPlan:  # fmt: skip
     if plan == "auto":
-        return prove(_searched(profile, ranks, costs, memory))
+        return prove(_searched(profile, ranks, costs, memory, codecs))
     is_name = plan in NAMED or "." not in plan
     proved = prove(named(plan, profile, ranks) if is_name else load_plan(plan, profile))
     if memory is not None:
@@ -102,12 +115,15 @@ def _proved(plan: str, profile: Profile, ranks: int, costs: ClusterCosts, memory
     return proved
 
 
-def _searched(profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None) -> ModelPlan:
+def _searched(
+    profile: Profile, ranks: int, costs: ClusterCosts, memory: int | None, codecs: list[CodecChoice]
+) -> ModelPlan:
     """Search on rank 0; the others get the plan, or the error."""
     found: Any = None
     if mcr.get_rank() == 0:
         try:
-            found = plan_text(search(profile, ranks, costs, memory=memory).plans[0].plan.plan)
+            best = search(profile, ranks, costs, memory=memory, codecs=codecs).plans[0]
+            found = plan_text(best.plan.plan)
         except InvalidArgument as error:
             found = error
     found = mcr.broadcast_object(found, 0)
@@ -126,6 +142,10 @@ def _report(
     print(
         f"plan {plan.name}: {len(plan.blocks)} blocks, {plan.micro_batches} micro-batches, {plan.ranks} ranks"
     )
+    if plan.codecs:
+        print(
+            "codecs: " + ", ".join(f"{plan.blocks[t - 1].name}: {codec}" for t, codec in plan.codecs.items())
+        )
     print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps")
     print(f"passes of a step: foretold {1e3 * foretold:.1f} ms, measured {1e3 * measured:.1f} ms")
     print(f"memory of the fullest rank: foretold {about(peak)}")

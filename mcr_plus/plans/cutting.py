@@ -145,11 +145,10 @@ class CutModule(nn.Module):
             return self.inner(*args, **kwargs)
         weight = cast("Tensor", self.inner.weight)
         rows = args[0] - self.first_row
-        padding = (
-            cast("int", -1 if self.inner.padding_idx is None else self.inner.padding_idx) - self.first_row
-        )
-        own = padding if 0 <= padding < len(weight) else None  # it gets no gradient
-        found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight, own)
+        padding = cast("int | None", self.inner.padding_idx)  # it gets no gradient
+        own = -1 if padding is None else padding - self.first_row
+        at = own if 0 <= own < len(weight) else None
+        found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight, at)
         return found * ((rows >= 0) & (rows < len(weight))).unsqueeze(-1)
 
     def _left(self, output: Any) -> Any:

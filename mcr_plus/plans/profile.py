@@ -424,22 +424,24 @@ def _drop_wrong(whole: WholeModel, segments: Sequence[_Segment], axes: Sequence[
     from mcr_plus.plans.cutting import adds_up
 
     calls: dict[nn.Module, tuple[Any, Any]] = {}
+    right: dict[str, bool] = {}  # layers that look alike are tried once
 
     def leave(module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
-        calls[module] = args, kwargs
+        if inner_axes(module) and not hasattr(module, "mcr_axes"):
+            calls[module] = args, kwargs
 
     with torch.no_grad():
         whole.run(lambda *_: None, leave)
     for segment, own in zip(segments, axes, strict=True):
-        inner = (module for call in segment.members for module in call.module.modules())
-        for module in {each for each in inner if each in calls and not hasattr(each, "mcr_axes")}:
+        for module in {module for call in segment.members for module in call.module.modules()} & calls.keys():
             for axis, (count, how) in inner_axes(module).items():
-                if axis in own and not (
-                    hasattr(module, "mcr_cut")
-                    if how == "exchange"
-                    else count < 2 or adds_up(module, axis, *calls[module])
-                ):
-                    del own[axis]
+                key = f"{axis} {module!r}"
+                if how == "exchange":
+                    right[key] = hasattr(module, "mcr_cut")
+                elif key not in right:
+                    right[key] = count < 2 or adds_up(module, axis, *calls[module])
+                if not right[key]:
+                    own.pop(axis, None)
 
 
 def _is_mean(whole: WholeModel, batch: Any, items: int) -> bool:

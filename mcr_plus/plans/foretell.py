@@ -75,20 +75,24 @@ class _InnerOperation(NamedTuple):
     tag: str
 
 
-def foretell(proved: ProvedPlan, costs: ClusterCosts, overhead: float = OVERHEAD) -> Timeline:
+def foretell(
+    proved: ProvedPlan, costs: ClusterCosts, overhead: float = OVERHEAD, *, gathers: bool = False
+) -> Timeline:
     """Return the timeline of the passes of a step, without the optimizer's.
+
+    `gathers`: with the gathering of parameters after it, where its state is in shards.
 
     Raises:
         InvalidArgument: the topology has fewer ranks than the plan.
         Unsupported: the cost of an operation is unknown.
     """
     best = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
-    return simulate(as_step(proved), BucketPlan(library=CAPTURED), best, overhead=overhead)
+    return simulate(as_step(proved, gathers=gathers), BucketPlan(library=CAPTURED), best, overhead=overhead)
 
 
-def as_step(proved: ProvedPlan) -> CapturedStep:
-    """Return the passes of a plan as a captured step."""
-    made = _PlanStep(proved)
+def as_step(proved: ProvedPlan, *, gathers: bool = False) -> CapturedStep:
+    """Return the passes of a plan as a captured step; `gathers`: see `foretell`."""
+    made = _PlanStep(proved, gathers=gathers)
     roles = tuple(Role((rank,), tuple(made.events(rank))) for rank in range(proved.plan.ranks))
     return CapturedStep(
         ranks=proved.plan.ranks, nodes=1, model=proved.plan.profile.model, seconds=proved.ideal, spread=0.0,
@@ -97,7 +101,8 @@ def as_step(proved: ProvedPlan) -> CapturedStep:
 
 
 class _PlanStep:
-    def __init__(self, proved: ProvedPlan) -> None:
+    def __init__(self, proved: ProvedPlan, *, gathers: bool) -> None:
+        self.gathers = gathers
         self.proved, self.plan = proved, proved.plan
         self.ids: dict[object, int] = {}
         self.starts = {(run.task, rank): run.start for run in proved.runs for rank in run.ranks}
@@ -155,6 +160,11 @@ class _PlanStep:
                 yield from self._task(item, rank)
         for number in (*(number for number, _ in moving.values()), *waits):
             yield WaitEvent(number)
+        for one in self.sums if self.gathers else ():
+            if rank in one.ranks and one.held == "optimizer":
+                issue = self._issue("all_gather", one.nbytes, one.ranks, "plan.parameters", (one, "gather"))
+                yield issue
+                yield WaitEvent(issue.id)
 
     def _needs(self, task: PlanTask) -> tuple[int, int, int, bool]:
         is_back = task.kind != "F"

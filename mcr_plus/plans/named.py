@@ -24,14 +24,20 @@ _INNER: Final = ("heads", "hidden", "experts", "tables", "rows")
 
 
 def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None = None) -> None:
-    """Cut blocks' parameters where they may be cut; others along `outside`, or into replicas."""
+    """Cut blocks' parameters where they may be cut; others along `outside`, or into replicas.
+
+    With `batch` outside, only experts and tables are dealt, and all other blocks are cut along the batch.
+    """
     for index in plan.indices(blocks) if parts > 1 else []:
-        axes = {} if plan.blocks[index].shared else plan.blocks[index].axes
-        if inner := [axis for axis in _INNER if axis in axes and axes[axis].how in ("sum", "exchange")]:
-            needed = "batch" if any(axes[axis].how == "exchange" for axis in inner) else None
-            can = outside in axes and "rows" not in inner  # whose input are indices
+        block = plan.blocks[index]
+        kinds = {"exchange"} if outside == "batch" else set() if block.shared else {"sum", "exchange"}
+        if inner := [axis for axis in _INNER if axis in block.axes and block.axes[axis].how in kinds]:
+            needed = "batch" if any(block.axes[axis].how == "exchange" for axis in inner) else None
+            can = outside in block.axes and "rows" not in inner  # whose input are indices
             plan.cut(index, inner, parts, outside if can else needed)
-        elif index and outside in axes and not plan.blocks[index].reads_batch:
+        elif outside in block.axes and (
+            outside == "batch" or (index and not block.reads_batch and not block.shared)
+        ):
             plan.cut(index, outside, parts)
         else:
             plan.replicate(index, parts)

@@ -49,6 +49,7 @@ _TASKS: Final = 1 << 13
 """Most forward passes of plans for which schedules are compared."""
 _SMALL: Final = 1 << 6
 """Most blocks of all ranks of which more plans are simulated, as the model leaves out what overlaps."""
+_DEALT: Final = ("experts", "tables")
 _UNBOUND: Final = 1 << 50
 
 
@@ -70,7 +71,7 @@ class PlanChoice(NamedTuple):
         parts = [f"data {self.data}", f"tensor {self.tensor}", f"stages {len(self.stages)}"]
         parts.append(f"micro-batches {self.micro_batches}")
         parts += [f"{self.held} in shards"] if self.held != "whole" else []
-        parts += [f"{self.outside} between sums"] if self.outside else []
+        parts += [f"{self.outside} in parts between"] if self.outside else []
         parts += [f"{len(self.recompute)} blocks recomputed"] if self.recompute else []
         parts += [f"{len(self.sharded)} with parameters in shards"] if self.sharded else []
         parts += [f"{self.slices} slices"] if self.slices > 1 else []
@@ -105,8 +106,8 @@ class FoundModelPlan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated step."""
-        return foretell(self.plan, self.costs)
+        """The simulated step, and after it the gathering of parameters that optimizers in shards change."""
+        return foretell(self.plan, self.costs, gathers=True)
 
     @cached_property
     def step(self) -> float:
@@ -271,6 +272,9 @@ def _choices(
     inner = [
         axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how in OUTSIDE
     ]  # what `tensor_cut` cuts
+    dealt = [
+        axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how == "exchange"
+    ]  # what `tensor_cut` deals among ranks that share the batch
     sequence = any("sequence" in block.axes and "heads" in block.axes for block in blocks)
     for tensor in [n for n in _divisors(ranks) if n == 1 or (inner and n <= min(min(inner), per_node))]:
         for stages in [n for n in _divisors(ranks // tensor) if n <= len(blocks)]:
@@ -280,8 +284,11 @@ def _choices(
             numbers = [1 << power for power in range(11)] if micro_batches is None else micro_batches
             for micro in [n for n in numbers if n * data <= items and (n == 1 or all_cut)]:
                 helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer")
+                shares = dealt and all_cut and tensor > 1 and micro * data * tensor <= items
+                outsides = [None, *(["sequence"] if tensor > 1 and sequence else [])]
+                outsides += ["batch"] if shares and not any(number % tensor for number in dealt) else []
                 for held in helds:
-                    for outside in (None, "sequence") if tensor > 1 and sequence else (None,):
+                    for outside in outsides:
                         yield PlanChoice(data, tensor, micro, held, outside), stages
 
 
@@ -335,10 +342,15 @@ class _Tables:
         )
         fixed = gradients + parameters + state // (1 if held == "whole" else data)
         fixeds = np.stack([fixed, fixed], axis=1)
-        sums = np.zeros(len(seconds))
+        kind = "all_reduce" if held == "whole" else "reduce_scatter"
+        dealt = [not block.axes.keys().isdisjoint(_DEALT) for block in self.profile.blocks]
+        sums = np.array([
+            self._time(kind, int(n), range(every) if outside == "batch" and not own else group)
+            for n, own in zip(gradients, dealt, strict=True)
+        ])  # fmt: skip
+        if held == "optimizer":  # after its step, the ranks gather the parameters
+            sums = sums + np.array([self._time("all_gather", int(n), group) for n in parameters])
         if data > 1:
-            kind = "all_reduce" if held == "whole" else "reduce_scatter"
-            sums = np.array([self._time(kind, int(n), group) for n in gradients])
             gathers = [2 * self._time("all_gather", int(n), group) for n in parameters]
             for index, block in enumerate(self.profile.blocks):
                 if stages > 1 and block.shared:

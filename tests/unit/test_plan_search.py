@@ -245,6 +245,31 @@ def test_experts_are_dealt_where_they_do_not_fit_beside_a_head_of_one_column() -
     assert best.plan.plan.cuts[0][0].axes == ("experts",)
 
 
+def test_experts_are_dealt_among_ranks_that_share_the_batch() -> None:
+    """Their sums of gradients take longer than their exchanges, and cut along the batch they need none."""
+    experts = Axis(dims=(), parts=(8,), how="exchange", params=200 * MIB, input=1 << 18)
+    blocks = [layer(number, heads=0, forward=0.02, params=MIB) for number in range(4)]
+    for number in (1, 2):
+        block = layer(number, heads=0, forward=0.02, params=200 * MIB)
+        blocks[number] = block.model_copy(update={"axes": {**block.axes, "experts": experts}})
+    best = search(chain(blocks), 4, costs_of(1, 4, inside="1GB/s")).plans[0]
+    assert (best.choice.tensor, best.choice.outside) == (4, "batch")
+    axes = [[(cut.axes, cut.outside) for cut in cuts] for cuts in best.plan.plan.cuts]
+    split, own = [(("batch",), None)], [(("experts",), "batch")]
+    assert axes == [split, own, own, split]
+    sums = 2 * costs_of(1, 4, inside="1GB/s").of("all_reduce", MIB, range(4), "assumed").seconds
+    assert best.seconds == pytest.approx(0.06 + sums, rel=0.05)
+
+
+def test_shards_of_the_optimizer_cost_their_gathering() -> None:
+    profile, costs = chain([layer(0, heads=0, params=100 * MIB)]), costs_of(1, 2, inside="1GB/s")
+    proved = prove(hybrid(profile, 2, data=2, held="optimizer"))
+    gather = costs.of("all_gather", 100 * MIB, range(2), "assumed").seconds
+    more = foretell(proved, costs, gathers=True).step_s - foretell(proved, costs).step_s
+    assert more == pytest.approx(gather, rel=0.01)
+    assert search(profile, 2, costs, micro_batches=[1]).plans[0].step >= gather
+
+
 @pytest.mark.parametrize("sliced", [False, True])
 def test_a_pipeline_gets_the_fastest_schedule_that_fits(sliced: bool) -> None:
     """Parameters are large, so that there are stages; of two items, slices fill the gaps, else W does."""

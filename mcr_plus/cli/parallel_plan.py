@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def plan_parallel(
     profile: Path, config: Path | None, ranks: int | None, topology: Path | None, memory: str | None,
-    output: Path | None, report: Path | None, *, as_json: bool,
+    output: Path | None, emitted: Path | None, report: Path | None, *, as_json: bool,
 ) -> None:  # fmt: skip
     """Print the best plans of a profile; write the best one, and a picture of it."""
     from mcr_plus.bucketing.topology import Topology
     from mcr_plus.config.reader import load
     from mcr_plus.core.units import parse_size
-    from mcr_plus.errors import InvalidArgument
+    from mcr_plus.errors import InvalidArgument, Unsupported
     from mcr_plus.plans.blocks import Profile
     from mcr_plus.plans.foretell import cluster_costs
     from mcr_plus.plans.plan_file import save_plan
@@ -29,7 +29,7 @@ def plan_parallel(
 
     if topology is None:
         raise typer.BadParameter("expected a cluster.yaml with nodes and links", param_hint="--topology")
-    for path, hint in ((output, "-o"), (report, "--report")):
+    for path, hint in ((output, "-o"), (emitted, "--emit"), (report, "--report")):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise typer.BadParameter(f"{path}: expected a file in a folder that exists", param_hint=hint)
     cluster = Topology.load(topology)
@@ -48,6 +48,14 @@ def plan_parallel(
     if output is not None:
         save_plan(best.plan.plan, output)
         written.append((output, "the plan"))
+    if emitted is not None:
+        from mcr_plus.plans.emit import emit
+
+        try:
+            emit(best.plan.plan).save(emitted)
+        except (InvalidArgument, Unsupported) as error:
+            raise typer.BadParameter(f"the best plan: {error}", param_hint="--emit") from None
+        written.append((emitted, "the plan for torch's engines"))
     if report is not None:
         from mcr_plus.config.document import write_text
         from mcr_plus.plans.picture import plan_page

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def plan_parallel(
     profile: Path, config: Path | None, ranks: int | None, topology: Path | None, memory: str | None,
-    codecs: list[str] | None, output: Path | None, report: Path | None, *, as_json: bool,
+    codecs: list[str] | None, output: Path | None, emitted: Path | None, report: Path | None, *,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Print the best plans of a profile; write the best one, and a picture of it."""
     from mcr_plus.bucketing.topology import Topology
@@ -27,12 +28,11 @@ def plan_parallel(
     from mcr_plus.plans.blocks import Profile
     from mcr_plus.plans.codecs import parse_codec
     from mcr_plus.plans.foretell import cluster_costs
-    from mcr_plus.plans.plan_file import save_plan
     from mcr_plus.plans.search import search
 
     if topology is None:
         raise typer.BadParameter("expected a cluster.yaml with nodes and links", param_hint="--topology")
-    for path, hint in ((output, "-o"), (report, "--report")):
+    for path, hint in ((output, "-o"), (emitted, "--emit"), (report, "--report")):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise typer.BadParameter(f"{path}: expected a file in a folder that exists", param_hint=hint)
     cluster = Topology.load(topology)
@@ -51,17 +51,7 @@ def plan_parallel(
         raise typer.BadParameter(f"{error} ({origin})") from None
     except (InvalidArgument, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
-    best = result.plans[0]
-    written: list[tuple[Path, str]] = []
-    if output is not None:
-        save_plan(best.plan.plan, output)
-        written.append((output, "the plan"))
-    if report is not None:
-        from mcr_plus.config.document import write_text
-        from mcr_plus.plans.picture import plan_page
-
-        write_text(report, plan_page(best.plan, best.step))
-        written.append((report, "the picture"))
+    written = _write(result.plans[0], output, emitted, report)
     if as_json:
         print_json({"ranks": ranks, "origin": origin, **_document(result)})
         return
@@ -69,6 +59,34 @@ def plan_parallel(
     _print(result)
     for path, what in written:
         print_written(path, what)
+
+
+def _write(
+    best: FoundModelPlan, output: Path | None, emitted: Path | None, report: Path | None
+) -> list[tuple[Path, str]]:
+    """Write the files that are asked for; return their paths, and what they are."""
+    from mcr_plus.errors import InvalidArgument, Unsupported
+    from mcr_plus.plans.plan_file import save_plan
+
+    written: list[tuple[Path, str]] = []
+    if output is not None:
+        save_plan(best.plan.plan, output)
+        written.append((output, "the plan"))
+    if emitted is not None:
+        from mcr_plus.plans.emit import emit
+
+        try:
+            emit(best.plan.plan).save(emitted)
+        except (InvalidArgument, Unsupported) as error:
+            raise typer.BadParameter(f"the best plan: {error}", param_hint="--emit") from None
+        written.append((emitted, "the plan for torch's engines"))
+    if report is not None:
+        from mcr_plus.config.document import write_text
+        from mcr_plus.plans.picture import plan_page
+
+        write_text(report, plan_page(best.plan, best.step))
+        written.append((report, "the picture"))
+    return written
 
 
 def _origin(cluster: Topology, path: Path, ranks: int, pipeline: Config) -> str:

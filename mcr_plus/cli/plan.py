@@ -53,6 +53,9 @@ def plan(
         Path | None,
         typer.Option("-o", "--output", help="Write the plan: pipeline YAML, or with --parallel JSON."),
     ] = None,
+    emit: Annotated[
+        Path | None, typer.Option(help="With --parallel: write the plan for torch's own engines as JSON.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write a report as HTML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -66,11 +69,11 @@ def plan(
         given = {"STEP": step, "--measured-on": measured_on, "--what-if": what_if}
         for name in [name for name, value in given.items() if value]:
             raise typer.BadParameter("does not go with --parallel", param_hint=name)
-        plan_parallel(parallel, config, ranks, topology, memory, codec, output, report, as_json=as_json)
+        plan_parallel(parallel, config, ranks, topology, memory, codec, output, emit, report, as_json=as_json)
         return
-    if not step or memory is not None or codec:
-        text = "expected a step, or --parallel with a profile; --memory and --codec are for the latter"
-        raise typer.BadParameter(text)
+    if not step or memory is not None or codec or emit is not None:
+        what = "--memory, --codec and --emit are for the latter"
+        raise typer.BadParameter(f"expected a step, or --parallel with a profile; {what}")
     _plan_step(step, config, ranks, topology, measured_on, what_if or (), output, report, as_json=as_json)
 
 

@@ -8,7 +8,7 @@ backward pass, so that the activations of one part at a time are kept (co-shard)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -185,21 +185,38 @@ def cut_module(
         raise Unsupported(f"{names[0]}: parts {list(own)} on one rank; expected consecutive ones")
     found: dict[str, CutModule] = {}
     dealt: list[str] = []
+    for path, module, axis in modules_to_cut(model, names, axes, count):
+        parts = [part_of((0, count[axis]), cuts, number) for number in own]
+        if hasattr(module, "mcr_cut"):
+            dealt.append(path)
+            if group is not None:
+                _deal(module, axis, count[axis], range(parts[0][0], parts[-1][1]), group)
+            continue
+        whole = on_meta(module)
+        found[path] = CutModule(module, axis, count[axis], parts, enter, leave)
+        run_whole_before(found[path], whole)
+        parent, _, key = path.rpartition(".")
+        setattr(model.get_submodule(parent), key, found[path])
+    if not found and not dealt:
+        raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
+    return found
+
+
+def modules_to_cut(
+    model: nn.Module, names: Sequence[str], axes: Sequence[str], count: Mapping[str, int]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and axis of the modules in a block that are cut, none of which is in another.
+
+    Raises:
+        Unsupported: a module exchanges elements, and does not cut itself.
+    """
+    done: list[str] = []
     for name in names:
         for path, module in list(model.get_submodule(name).named_modules(prefix=name)):
-            if any(path.startswith(f"{done}.") for done in (*found, *dealt)):
+            if any(path.startswith(f"{one}.") for one in done):
                 continue
             known: dict[str, Any] = {**getattr(module, "mcr_axes", {}), **inner_axes(module)}
             axis = next((axis for axis in axes if axis in known), None)
-            if axis is not None and hasattr(module, "mcr_cut"):
-                dealt.append(path)
-                parts = [part_of((0, count[axis]), cuts, number) for number in own]
-                if group is not None:
-                    _deal(module, axis, count[axis], range(parts[0][0], parts[-1][1]), group)
-                continue
-            if axis is not None and known[axis][1] == "exchange":
-                kind = type(module).__name__
-                raise Unsupported(f"{path}: {kind} has no method mcr_cut, which would deal its {axis}")
             if (
                 axis is None
                 and isinstance(module, nn.Embedding)
@@ -208,16 +225,13 @@ def cut_module(
                 axis = "rows"
             elif axis is None and [path] == names and isinstance(module, nn.Linear | nn.Embedding):
                 axis = axes[0]
-            if axis is not None:
-                parts = [part_of((0, count[axis]), cuts, number) for number in own]
-                whole = on_meta(module)
-                found[path] = CutModule(module, axis, count[axis], parts, enter, leave)
-                run_whole_before(found[path], whole)
-                parent, _, key = path.rpartition(".")
-                setattr(model.get_submodule(parent), key, found[path])
-    if not found and not dealt:
-        raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
-    return found
+            if axis is None:
+                continue
+            if axis in known and known[axis][1] == "exchange" and not hasattr(module, "mcr_cut"):
+                kind = type(module).__name__
+                raise Unsupported(f"{path}: {kind} has no method mcr_cut, which would deal its {axis}")
+            done.append(path)
+            yield path, module, axis
 
 
 @torch.no_grad()

@@ -288,6 +288,19 @@ def terapipe(
     return hybrid(profile, ranks, stages=ranks, micro_batches=micro_batches, slices=slices, name="terapipe")
 
 
+def interleaved_steps(rank: int, ranks: int, micro_batches: int, own: Sequence[Blocks]) -> list[PlanStep]:
+    """Return the order of a rank with several stages."""
+    groups = [range(m, min(m + ranks, micro_batches)) for m in range(0, micro_batches, ranks)]
+    forwards = [F(stage, m) for group in groups for stage in own for m in group]
+    backwards = [B(stage, m) for group in groups for stage in reversed(own) for m in group]
+    ahead = min(2 * (ranks - 1 - rank) + (len(own) - 1) * ranks, len(forwards))
+    steps = forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        steps += forwards[ahead + number : ahead + number + 1]
+        steps.append(backward)
+    return steps
+
+
 def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int = 2) -> ModelPlan:
     """Give each rank several stages (Narayanan et al. 2021, arXiv 2104.04473).
 
@@ -296,17 +309,9 @@ def interleaved(profile: Profile, ranks: int, micro_batches: int = 4, loops: int
     plan, cuts, at = mesh(
         profile, ranks, stages=ranks, micro_batches=micro_batches, loops=loops, name="interleaved"
     )
-    groups = [range(m, min(m + ranks, micro_batches)) for m in range(0, micro_batches, ranks)]
     for rank in at[:, 0, 0].tolist():
         own = [cuts[loop * ranks + rank] for loop in range(loops)]
-        forwards = [F(stage, m) for group in groups for stage in own for m in group]
-        backwards = [B(stage, m) for group in groups for stage in reversed(own) for m in group]
-        ahead = min(2 * (ranks - 1 - rank) + (loops - 1) * ranks, len(forwards))
-        steps = forwards[:ahead]
-        for number, backward in enumerate(backwards):
-            steps += forwards[ahead + number : ahead + number + 1]
-            steps.append(backward)
-        plan.order(rank, steps)
+        plan.order(rank, interleaved_steps(rank, ranks, micro_batches, own))
     return plan
 
 

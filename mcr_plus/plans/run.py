@@ -19,7 +19,7 @@ from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.redistribute import redistribute
-from mcr_plus.plans.checkpoint import load_state_dict, state_dict
+from mcr_plus.plans import checkpoint, sums
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.joining import joined_blocks
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan
@@ -110,7 +110,8 @@ class ParallelModel:
     """A rank's part of a model under a plan; see `parallelize`.
 
     Attributes:
-        proved: the plan. module: the model. buckets: gradients, as they are added up.
+        proved: the plan. module: the model. buckets: gradients, as they are added up. optimizer: as given.
+        group_names: names of the parameters in each of its groups.
         aliases: other names of shared parameters. persistent: names in the model's plain state dict.
     """
 
@@ -140,6 +141,12 @@ class ParallelModel:
         self._parameters = {name: param for name, param in kept.items() if not param.is_meta}
         self.part = ModelPart(model, loss, self.plan.profile)
         groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self.group_names = [
+            [own[id(param)] for param in group["params"] if id(param) in own]
+            for group in optimizer.param_groups
+        ]
+        self.optimizer = optimizer
+        self.copies: dict[int, int] | None = None
         self.buckets = make_buckets(self._own(old, new, groups), self._groups.gradients)
         self._optimize(optimizer, old, new, groups)
         self._of_block: dict[int, list[GradientBucket]] = defaultdict(list)
@@ -303,13 +310,11 @@ class ParallelModel:
         """Return this rank's parameters by their names in the model; they may be parts (see `checkpoint`)."""
         return self._parameters
 
-    def state_dict(self, to: int = 0) -> dict[str, Tensor]:
-        """Return the parameters of the whole model on one rank; see `checkpoint.state_dict`. Collective."""
-        return state_dict(self, to)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set this rank's parts from parameters of the whole model; see `checkpoint.load_state_dict`."""
-        load_state_dict(self, state)
+    state_dict = checkpoint.state_dict
+    load_state_dict = checkpoint.load_state_dict
+    optimizer_state_dict = checkpoint.optimizer_state_dict
+    load_optimizer_state_dict = checkpoint.load_optimizer_state_dict
+    clip_grad_norm_ = sums.clip_grad_norm_
 
     # -- step -----------------------------------------------------------------------------------------------
 

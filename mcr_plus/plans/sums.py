@@ -7,16 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, Unsupported, short
+from mcr_plus.job.init import get_world_size, world
 from mcr_plus.layout.regions import as_ints
+from mcr_plus.plans.checkpoint import boxes_of, everyone
 from mcr_plus.plans.language import ALONG_DATA, Held, ModelPlan
 
 if TYPE_CHECKING:
     from mcr_plus.plans.proof import ProvedPlan
+    from mcr_plus.plans.run import ParallelModel
 
 BUCKET: Final = 25 << 20
 """Bytes of gradients from which a bucket is full."""
@@ -109,24 +113,38 @@ class GradientBucket:
         self.padded = -(-sum(sizes) // parts) * parts
         like = params[0].detach()
         self.gradients = like.new_zeros(self.padded)
-        self._views = [
-            flat[:size].view_as(param)
-            for param, size, flat in zip(
-                params, sizes, self.gradients.split([*sizes, self.padded - sum(sizes)]), strict=False
-            )
-        ]
+        self._views = self.views(self.gradients)
         self.work: Work | None = None
         if self.held != "whole":
-            self._flatten(like, sizes)
+            self._flatten(like)
 
-    def _flatten(self, like: Tensor, sizes: Sequence[int]) -> None:
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts of a flat tensor that are at the places of the parameters, in their shapes."""
+        sizes = [param.numel() for param in self.params]
+        parts = flat.split([*sizes, self.padded - sum(sizes)])
+        return [part.view_as(param) for part, param in zip(parts, self.params, strict=False)]
+
+    def whole(self, shard: Tensor) -> list[Tensor]:
+        """Gather what belongs to this rank's shard, such as a state; return the parts of parameters."""
+        assert self.comm is not None
+        flat = shard.new_empty(self.padded)
+        self.comm.all_gather_into_tensor(flat, shard.detach(), tag="plan.parameters")
+        return self.views(flat)
+
+    def shard_of(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return this rank's shard of whole tensors in the shapes of the parameters."""
+        assert self.comm is not None
+        flat = self.gradients.new_zeros(self.padded, dtype=parts[0].dtype)
+        for own, part in zip(self.views(flat), parts, strict=True):
+            own.copy_(part)
+        return flat.chunk(self.comm.size)[self.comm.rank].clone()
+
+    def _flatten(self, like: Tensor) -> None:
         assert self.comm is not None
         self.values = like.new_zeros(self.padded)
-        for param, part in zip(
-            self.params, self.values.split([*sizes, self.padded - sum(sizes)]), strict=False
-        ):
-            part.copy_(param.detach().flatten())
-            param.data = part.view_as(param)
+        for param, part in zip(self.params, self.views(self.values), strict=True):
+            part.copy_(param.detach())
+            param.data = part
         own = self.values.chunk(self.comm.size)[self.comm.rank]
         self.shard = nn.Parameter(own.clone() if self.held == "parameters" else own)
         self._nbytes = self.values.untyped_storage().nbytes()
@@ -206,3 +224,34 @@ def make_buckets(
                 found.append((ranks, GradientBucket(params, comms.get(ranks), each.time, held)))
                 bucket = []
     return [bucket for _, bucket in sorted(found, key=lambda pair: (pair[1].time, pair[0]))]
+
+
+def clip_grad_norm_(parallel: ParallelModel, max_norm: float) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`; return the norm before. Collective.
+
+    It is the norm of the whole model, as of `torch.nn.utils.clip_grad_norm_` on one process: elements that
+    several ranks have count once.
+    """
+    params = parallel.parameters()
+    if parallel.copies is None:
+        mine = {name: boxes_of(param) for name, param in params.items()}
+        theirs = everyone(mine)
+        parallel.copies = {
+            id(params[name]): sum(o.get(name) == own for o in theirs) for name, own in mine.items()
+        }
+    total = torch.zeros((), dtype=torch.float64)
+    for bucket in parallel.buckets:
+        flat, times = bucket.gradients, 1
+        if bucket.comm is not None and bucket.held != "whole":  # elsewhere it has addends
+            flat, times = torch.zeros_like(flat), bucket.comm.size
+            at = bucket.comm.rank
+            flat.chunk(times)[at].copy_(bucket.gradients.chunk(times)[at])
+        for param, own in zip(bucket.params, bucket.views(flat), strict=True):
+            norm = torch.linalg.vector_norm(own, dtype=torch.float64)
+            total += norm.cpu().square() * times / parallel.copies[id(param)]
+    if get_world_size() > 1:
+        world().all_reduce(total, tag="plan.norm")
+    norm = total.sqrt()
+    for bucket in parallel.buckets:
+        bucket.gradients.mul_(float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
+    return norm

@@ -29,13 +29,13 @@ def difference(
     make: Callable[[], nn.Module], batches: Sequence[Any], plan_of: Callable[[Profile], ModelPlan],
     loss: Loss = None, whole_loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> float:  # fmt: skip
-    """Return the largest difference of losses and gradients, relative to the largest, and of parameters.
+    """Return the largest difference of losses, gradients and norms, relative to the largest, and of the rest.
 
-    The parameters are those of the plan's checkpoint.
+    Parameters and the optimizer's state are those of the plan's checkpoint.
     """
     torch.set_num_threads(1)
     alone, model = make(), make()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (alone, model)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.5) for each in (alone, model)]
     plan = plan_of(profile_of(alone, batches[0], loss))
     parallel = parallelize(model, optimizers[1], plan, loss=loss)
     worst = 0.0
@@ -45,8 +45,15 @@ def difference(
         expected.backward()
         worst = max(worst, abs(parallel.step(batch).item() - expected.item()) / abs(expected.item()))
         worst = max(worst, *_of_gradients(alone, parallel))
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), torch.inf).item()
+        worst = max(worst, abs(parallel.clip_grad_norm_(torch.inf).item() - norm) / norm)
         for optimizer in optimizers:
             optimizer.step()
+    state = parallel.optimizer_state_dict()
+    for name, own in state.get("state", {}).items():
+        expected = optimizers[0].state[alone.get_parameter(name)]["momentum_buffer"]
+        worst = max(worst, float((own["momentum_buffer"] - expected).abs().max()))
+    assert len(state.get("state", ())) == (len(optimizers[0].state) if parallel.rank == 0 else 0)
     whole, found = alone.state_dict(), state_dict(parallel)
     assert found.keys() == (whole.keys() if parallel.rank == 0 else set())
     return max(worst, *(float((found[name] - whole[name]).abs().max()) for name in found), 0.0)

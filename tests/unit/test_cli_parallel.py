@@ -10,6 +10,7 @@ from command import Answer, mcr_plus
 from plan_blocks import chain, layer
 
 from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.emit import TorchPlan, emit
 from mcr_plus.plans.plan_file import load_plan
 from mcr_plus.plans.proof import prove
 
@@ -97,6 +98,18 @@ def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
     assert page.count("<rect") == sum(len(run.ranks) for run in proved.runs)
 
 
+def test_the_best_plan_for_torchs_engines_or_why_not(folder: Path) -> None:
+    answer = plan(folder, "--ranks", 2, "--emit", folder / "torch.json")
+    assert answer.returncode == 2
+    assert "--emit: the best plan: model: expected the model" in answer.stderr
+    blocks = [layer(number, heads=0, saved=8 * MIB) for number in range(4)]
+    chain(blocks).save(folder / "profile.json")
+    answer = plan(folder, "--ranks", 2, "--emit", folder / "torch.json", "-o", folder / "plan.json")
+    assert answer.returncode == 0, answer.stderr
+    assert str(folder / "torch.json") in answer.stdout + answer.stderr
+    assert TorchPlan.load(folder / "torch.json") == emit(load_plan(folder / "plan.json", chain(blocks)))
+
+
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
@@ -111,6 +124,7 @@ def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
         (["--ranks", "0"], ["--ranks"]),
         (["-o", "no/such/plan.json"], ["-o", "no/such/plan.json"]),
         (["--report", "."], ["--report"]),
+        (["--emit", "."], ["--emit"]),
     ],
 )
 def test_wrong_options(

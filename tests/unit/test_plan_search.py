@@ -17,7 +17,7 @@ from tiers import examples
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.blocks import Axis
-from mcr_plus.plans.foretell import cluster_costs, foretell
+from mcr_plus.plans.foretell import BestCosts, cluster_costs, foretell
 from mcr_plus.plans.memory import memory_of
 from mcr_plus.plans.named import hybrid
 from mcr_plus.plans.proof import prove
@@ -264,9 +264,10 @@ def test_experts_are_dealt_among_ranks_that_share_the_batch() -> None:
 def test_shards_of_the_optimizer_cost_their_gathering() -> None:
     profile, costs = chain([layer(0, heads=0, params=100 * MIB)]), costs_of(1, 2, inside="1GB/s")
     proved = prove(hybrid(profile, 2, data=2, held="optimizer"))
-    gather = costs.of("all_gather", 100 * MIB, range(2), "assumed").seconds
+    best = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
+    gather = best.of("all_gather", 100 * MIB, range(2), "gloo").seconds
     more = foretell(proved, costs, gathers=True).step_s - foretell(proved, costs).step_s
-    assert more == pytest.approx(gather, rel=0.01)
+    assert more == pytest.approx(gather, rel=0.05)
     assert search(profile, 2, costs, micro_batches=[1]).plans[0].step >= gather
 
 

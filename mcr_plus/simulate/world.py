@@ -84,6 +84,7 @@ class SimulatedRuntime(Runtime):
     """Runtime whose other ranks answer like this one."""
 
     recorder: CallRecorder
+    simulated = True
 
     def agree(  # noqa: D102
         self,
@@ -91,10 +92,18 @@ class SimulatedRuntime(Runtime):
         value: ValueT,
         what: str,
         sizes: Callable[[Sequence[ValueT]], Sequence[int]],  # noqa: ARG002
+        known: Sequence[ValueT] | None = None,
     ) -> list[ValueT]:
         if what == "split":
-            raise Unsupported("split: the colours of other ranks are not known; expected mcr.new_group")
-        return [value] * communicator.size
+            if known is None:
+                raise Unsupported("split: the colours of other ranks are not known; expected mcr.new_group")
+            groups: dict[int, list[int]] = {}
+            rows: Any = zip(known, communicator.ranks, strict=True)
+            for (colour, _), rank in sorted(rows, key=lambda row: row[0][1]):
+                groups.setdefault(colour, []).append(rank)
+            groups.pop(None, None)
+            self.recorder.record.inner += map(tuple, groups.values())
+        return [value] * communicator.size if known is None else [*known]
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:  # noqa: D102
         self.recorder.created(tuple(ranks))

@@ -99,7 +99,7 @@ class Communicator(Operations):
 
     @property
     def unheard(self) -> tuple[int, ...]:
-        """Ranks for which each rank itself computes what they would say: all of a simulated job, else none."""
+        """Ranks for which this one computes what they would say: all of a simulated job, else none."""
         return self.ranks if self._runtime.simulated else ()
 
     def __repr__(self) -> str:

@@ -288,8 +288,8 @@ class Runtime:
         """Return every rank's `value`, before groups are opened inside a group; collective over that group.
 
         Also closes the groups inside it that all their ranks have dropped. `sizes` maps the values of all
-        ranks to the size of each rank's new group. `known`: the values, if all ranks know them. Raises `BackendError` on all ranks if one of them has too
-        few file descriptors left for it.
+        ranks to the size of each rank's new group. `known`: the values, if all ranks know them. Raises
+        `BackendError` on all ranks if one of them has too few file descriptors left for it.
         """
         gather = partial(gather_patiently, communicator, what)
         return agree_before_opening(self, communicator.ranks, gather, value, what, sizes)

@@ -281,10 +281,10 @@ class Routing:
     def learn_counts(self, heard: torch.Tensor, load: bool) -> None:
         """Store all ranks' headers; raises `InvalidArgument` if a rank refuses, or properties differ."""
         numbers: npt.NDArray[np.int32] = heard.numpy()
-        if others := len(self._comm.unheard):  # of each rank as many rows as this one sends to its mirror image
-            if self.experts % others:
-                raise Unsupported(f"simulated: {self.experts} experts on {others} ranks; expected a multiple")
-            numbers = self._said[(2 * self._comm.rank - np.arange(others)) % others]
+        if size := len(self._comm.unheard):  # rank r + d sends as much to r as r to r - d
+            if self.experts % size:
+                raise Unsupported(f"simulated: {self.experts} experts on {size} ranks; expected a multiple")
+            numbers = self._said[(2 * self._comm.rank - np.arange(size)) % size]
         self._compare(numbers)
         self._counts = numbers[:, _COUNTS : _COUNTS + len(self.local_experts)].astype(np.int64)
         self.counts = self._counts.sum(0).tolist()

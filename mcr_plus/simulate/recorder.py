@@ -24,7 +24,7 @@ from mcr_plus.engine.issue import Issue
 from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RecordedRank
 from mcr_plus.simulate.values import fill
 
-_KEPT: Final = 1 << 16  # bytes; larger values are data, which no control flow reads
+_KEPT: Final = {True: 1 << 16, False: 1 << 24}  # bytes of floats and of others; larger values are only data
 _PATIENT: Final = 2  # polls of the issuing thread before an operation that nobody waits for is done
 _OTHERS: Final = 1000  # the same by other threads, such as the one that completes torch's futures
 
@@ -107,7 +107,7 @@ class CallRecorder(OperationHook):
             turn = self._turns[channel]
             self._turns[channel] += 1
             if sends:
-                small = message.own_bytes() <= _KEPT
+                small = message.own_bytes() <= _KEPT[signature.dtype.is_floating_point]
                 kept = message.inputs[0].detach().clone() if small else None
                 for key in (channel,) if root is None else (channel, ("like", index)):
                     self.record.values.setdefault(key, []).append(kept)

@@ -97,11 +97,6 @@ class Communicator(Operations):
         """The host of every rank of the whole job."""
         return self._runtime.world.hosts
 
-    @property
-    def unheard(self) -> tuple[int, ...]:
-        """Ranks for which this one computes what they would say: all of a simulated job, else none."""
-        return self.ranks if self._runtime.simulated else ()
-
     def __repr__(self) -> str:
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size}>"
 
@@ -288,18 +283,6 @@ class Communicator(Operations):
 
         Returns the new communicator, or None if `color` is None.
         """
-        # The group's name holds the color, which may be a NumPy integer on some ranks only: normalise it.
-        if (number := whole_number(color)) is not None:
-            color = number
-        return self._split((color, key), None)
-
-    def split_by(self, choices: Sequence[tuple[int | None, int]]) -> Communicator | None:
-        """Split by the color and key of every rank, which all ranks know; see `split`. Collective."""
-        return self._split(choices[self.rank], choices)
-
-    def _split(
-        self, choice: tuple[int | None, int], known: Sequence[tuple[int | None, int]] | None
-    ) -> Communicator | None:
         self._check_open()
         self.splits += 1
 
@@ -307,8 +290,10 @@ class Communicator(Operations):
             ranks = Counter(chosen for chosen, _ in choices if chosen is not None)
             return [0 if chosen is None else ranks[chosen] for chosen, _ in choices]
 
-        choices = self._runtime.agree(self, choice, "split", sizes, known)
-        color, _ = choice
+        # The group's name holds the color, which may be a NumPy integer on some ranks only: normalise it.
+        if (number := whole_number(color)) is not None:
+            color = number
+        choices = self._runtime.agree(self, (color, key), "split", sizes)
         if color is None:
             return None
         members = sorted((k, index) for index, (c, k) in enumerate(choices) if c == color)

@@ -21,7 +21,6 @@ class RunningJob(Protocol):
 
     engine: Engine
     world: World
-    simulated: bool
 
     def open_group(  # noqa: D102
         self, name: str, ranks: tuple[int, ...], config: Config | None = None, *, checked: bool = False
@@ -33,7 +32,6 @@ class RunningJob(Protocol):
         value: ValueT,
         what: str,
         sizes: Callable[[Sequence[ValueT]], Sequence[int]],
-        known: Sequence[ValueT] | None = None,
     ) -> list[ValueT]: ...
 
     def leave(self, communicator: Communicator, clean: bool = True) -> None: ...  # noqa: D102

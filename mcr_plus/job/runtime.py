@@ -71,10 +71,7 @@ class Runtime:
         tagged: models by the tags of their operations. Two models with one tag would share codec state.
         attached: objects of higher layers that live as long as the job, by name.
         roster: the members of the job; None in a single process that no job has taken in.
-        simulated: whether the other ranks do not exist, see `mcr-plus simulate`.
     """
-
-    simulated = False
 
     def __init__(
         self,
@@ -283,13 +280,12 @@ class Runtime:
         value: ValueT,
         what: str,
         sizes: Callable[[Sequence[ValueT]], Sequence[int]],
-        known: Sequence[ValueT] | None = None,  # noqa: ARG002
     ) -> list[ValueT]:
         """Return every rank's `value`, before groups are opened inside a group; collective over that group.
 
         Also closes the groups inside it that all their ranks have dropped. `sizes` maps the values of all
-        ranks to the size of each rank's new group. `known`: the values, if all ranks know them. Raises
-        `BackendError` on all ranks if one of them has too few file descriptors left for it.
+        ranks to the size of each rank's new group. Raises `BackendError` on all ranks if one of them has too
+        few file descriptors left for it.
         """
         gather = partial(gather_patiently, communicator, what)
         return agree_before_opening(self, communicator.ranks, gather, value, what, sizes)

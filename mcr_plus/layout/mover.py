@@ -189,7 +189,7 @@ class Mover:
         """Return the most sends and receives in a round of a step: of this rank, and those not heard."""
         counts = ([*each.input_counts, *each.output_counts] for each in stage.rounds)
         most = [sum(count > 0 for count in each) for each in counts]
-        for rank in self.comm.unheard:  # of all rounds together
+        for rank in self.comm.attached.get("unheard", ()):  # of all rounds together
             steps = [each.program.steps[number : number + 1] for each in self.plan.chosen]
             parts = [step.part(rank) for (step,) in filter(None, steps)]
             sides = [part.sends for part in parts], [part.receives for part in parts]

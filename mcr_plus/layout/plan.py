@@ -164,7 +164,7 @@ def make_plan(
         id(program): (spec, program) for spec, some in zip(specs, found, strict=True) for program in some
     }
     number_of = {key: number for number, key in enumerate(different)}  # equal on all ranks
-    ranks = comm.unheard or (rank,)
+    ranks = comm.attached.get("unheard", (rank,))
     of_ranks = np.zeros((len(ranks), len(different), MOST_STEPS, len(LOADS)), np.int64)
     for each, loads in zip(ranks, of_ranks, strict=True):
         for at, (spec, program) in enumerate(different.values()):
@@ -399,7 +399,7 @@ def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) 
         theirs = torch.empty_like(rows)
         comm.all_to_all_single(theirs, rows, compress=False, tag=_TAG)
         differ = np.argwhere(theirs.numpy() != np.stack(expected, axis=1))
-        if len(differ) and wrong is None and not comm.unheard:
+        if len(differ) and wrong is None and "unheard" not in comm.attached:
             peer, mine = comm.ranks[int(differ[0][0])], comm.ranks[comm.rank]
             wrong = f"rank {peer} would send other boxes, or in other groups, than rank {mine} expects"
         failed = torch.tensor([int(wrong is not None)], device="cpu")

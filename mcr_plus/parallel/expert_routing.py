@@ -281,7 +281,7 @@ class Routing:
     def learn_counts(self, heard: torch.Tensor, load: bool) -> None:
         """Store all ranks' headers; raises `InvalidArgument` if a rank refuses, or properties differ."""
         numbers: npt.NDArray[np.int32] = heard.numpy()
-        if size := len(self._comm.unheard):  # rank r + d sends as much to r as r to r - d
+        if size := len(self._comm.attached.get("unheard", ())):  # rank r + d sends as much to r as r to r - d
             if self.experts % size:
                 raise Unsupported(f"simulated: {self.experts} experts on {size} ranks; expected a multiple")
             numbers = self._said[(2 * self._comm.rank - np.arange(size)) % size]

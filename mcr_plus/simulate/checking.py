@@ -100,14 +100,10 @@ def _calls(job: FoldedJob) -> Iterator[OrderProblem]:
                 turns[event.group] += 1
                 rank, first = known.setdefault(key, (record.rank, event))
                 if first.call != event.call:
-                    texts = [
-                        f"{each.call}, {each.words} on rank {at}"
-                        for at, each in ((rank, first), (record.rank, event))
-                    ]
-                    yield OrderProblem(
-                        f"operation {key[1]} of the ranks {short(key[0][0])}: {'; '.join(texts)}",
-                        (rank, record.rank),
-                    )
+                    said = [f"{each.call}, {each.words}" for each in (first, event)]
+                    what = f"operation {key[1]} of the ranks {short(key[0][0])}"
+                    text = f"{what}: {said[0]} on rank {rank}; {said[1]} on rank {record.rank}"
+                    yield OrderProblem(text, (rank, record.rank))
                     return
 
 

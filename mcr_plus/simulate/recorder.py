@@ -109,9 +109,9 @@ class CallRecorder(OperationHook):
         self._turns[channel] += 1
         if channel[0] == self.record.rank:
             small = tensor.nbytes <= _KEPT[tensor.is_floating_point()]
-            value = tensor.detach().clone()
+            value = tensor.detach().clone() if small else None
             for key in keys if isinstance(channel[1], str) else [channel]:
-                self.record.values.setdefault(key, []).append(value if small else None)
+                self.record.values.setdefault(key, []).append(value)
             return value
         for key in keys:
             values: list[torch.Tensor | None] = self.known.get(key, [])

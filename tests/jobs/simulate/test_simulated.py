@@ -197,7 +197,7 @@ def test_few_of_many_ranks_run_and_stand_for_all(tmp_path: Path) -> None:
 def test_stages_of_a_plan_are_folded(tmp_path: Path) -> None:
     found = document(tmp_path, PLANNED, 24, "--no-memory")
     assert [each["ranks"] for each in found["roles"]] == [[*range(12)], [*range(12, 24)]]
-    assert sum(len(each["ran"]) for each in found["roles"]) < 12
+    assert sum(len(each["ran"]) for each in found["roles"]) < 20
     assert set(found["links_ms"]) == {"inside", "nic"}
 
 

@@ -102,7 +102,7 @@ class SimulatedRuntime(Runtime):
     ) -> list[ValueT]:
         if what != "split":
             return [value] * communicator.size
-        choices: Any = communicator.attached.pop("choices", None)
+        choices: list[Any] | None = communicator.attached.pop("choices", None)
         if choices is None:
             raise Unsupported("split: the colours of other ranks are not known; expected mcr.new_group")
         rows = zip(choices, communicator.ranks, strict=True)

@@ -163,12 +163,13 @@ def _group(comm: Communicator, native: NativeCollective) -> Communicator | None:
     known: dict[tuple[tuple[int, ...], ...], Communicator | None]
     known = comm.attached.setdefault(GROUPS, {})
     if native.groups not in known:
-        rank = comm.ranks[comm.rank]
-        colour, key = None, 0
+        choices: dict[int, tuple[int | None, int]] = dict.fromkeys(comm.ranks, (None, 0))
         for index, members in enumerate(native.groups):
-            if rank in members and len(members) > 1:
-                colour, key = index, members.index(rank)
-        made = known[native.groups] = comm.split(colour, key)
+            if len(members) > 1:
+                choices |= {rank: (index, key) for key, rank in enumerate(members)}
+        if "unheard" in comm.attached:
+            comm.attached["choices"] = list(choices.values())
+        made = known[native.groups] = comm.split(*choices[comm.ranks[comm.rank]])
         if made is not None:
             made.opened.follows = False  # a new world gets other groups
     return known[native.groups]

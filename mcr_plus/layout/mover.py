@@ -176,7 +176,7 @@ class Mover:
         may_encode = compress not in (None, False) or (compress is None and _names_a_codec(comm.config))
         if comm.size == 1 or self.device.type != "cpu" or may_encode:
             return
-        most = torch.tensor([self._most_messages(stage) for stage in self.stages], device="cpu")
+        most = torch.tensor([*map(self._most_messages, self.stages, range(len(self.stages)))], device="cpu")
         comm.all_reduce(most, "MAX", compress=False, tag=TAG)
         costs = costs_of(comm, self.plan.nodes)
         for stage, number in zip(self.stages, most.tolist(), strict=True):
@@ -185,10 +185,16 @@ class Mover:
                 for each in stage.rounds:
                     each.cut_into_messages()
 
-    def _most_messages(self, stage: ExchangeStage) -> int:
-        """Return the most sends and receives of this rank in a round of a step."""
+    def _most_messages(self, stage: ExchangeStage, number: int) -> int:
+        """Return the most sends and receives in a round of a step: of this rank, and those not heard."""
         counts = ([*each.input_counts, *each.output_counts] for each in stage.rounds)
-        return max(sum(count > 0 for count in each) for each in counts)
+        most = [sum(count > 0 for count in each) for each in counts]
+        for rank in self.comm.attached.get("unheard", ()):  # of all rounds together
+            steps = [each.program.steps[number : number + 1] for each in self.plan.chosen]
+            parts = [step.part(rank) for (step,) in filter(None, steps)]
+            sides = [part.sends for part in parts], [part.receives for part in parts]
+            most.append(sum(len({peer for rows in side for peer in rows.peers.tolist()}) for side in sides))
+        return max(most)
 
     def _kept(
         self, index: int, source: Layout, target: Layout, part: KeptBoxes

@@ -164,13 +164,15 @@ def make_plan(
         id(program): (spec, program) for spec, some in zip(specs, found, strict=True) for program in some
     }
     number_of = {key: number for number, key in enumerate(different)}  # equal on all ranks
-    loads = np.zeros((len(different), MOST_STEPS, len(LOADS)), np.int64)
-    for at, (spec, program) in enumerate(different.values()):
-        if program.native is not None:
-            loads[at, 0] = native_load(program.native, spec.source, rank, spec.dtype.itemsize, nodes)
-        for step, part in enumerate(made.parts(program, rank)):
-            loads[at, step] = load(part, spec.dtype.itemsize, nodes)
-    loads, crossing = _agree_on_loads(comm, loads, nodes)
+    ranks = comm.attached.get("unheard", (rank,))
+    of_ranks = np.zeros((len(ranks), len(different), MOST_STEPS, len(LOADS)), np.int64)
+    for each, loads in zip(ranks, of_ranks, strict=True):
+        for at, (spec, program) in enumerate(different.values()):
+            if program.native is not None:
+                loads[at, 0] = native_load(program.native, spec.source, each, spec.dtype.itemsize, nodes)
+            for step, part in enumerate(made.parts(program, each)):
+                loads[at, step] = load(part, spec.dtype.itemsize, nodes)
+    loads, crossing = _agree_on_loads(comm, ranks, of_ranks, nodes)
     seconds = costs_of(comm, nodes).seconds(loads, crossing.max(axis=0)).sum(axis=1)
     total = crossing[..., 0].sum(axis=(0, 2))
     # Infinite costs exclude programs that would leave replicas with different bits.
@@ -348,20 +350,20 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
 
 
 def _agree_on_loads(
-    comm: Communicator, loads: NDArray[np.int64], nodes: Ints | None
+    comm: Communicator, ranks: Sequence[int], of_ranks: NDArray[np.int64], nodes: Ints | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the maximum loads over ranks, and the bytes that leave and enter each node, [nodes, ..., 2].
 
-    `loads`: [..., 6], of this rank; overwritten.
+    `of_ranks`: [ranks, ..., 6], of those that are known here.
     """
-    _, node_of = np.unique(
-        np.zeros(comm.size) if nodes is None else nodes[as_ints(comm.ranks)], return_inverse=True
-    )
-    crossing = np.zeros((int(node_of.max()) + 1, *loads.shape[:-1], 2), np.int64)
+    nodes_here = np.zeros(1, np.int64) if nodes is None else np.unique(nodes[as_ints(comm.ranks)])
+    loads = of_ranks.max(axis=0)
+    crossing = np.zeros((len(nodes_here), *loads.shape[:-1], 2), np.int64)
     if comm.size > 1 and loads.size:
         if nodes is not None:
-            crossing[node_of[comm.rank]] = loads[..., 3:5]
+            np.add.at(crossing, np.searchsorted(nodes_here, nodes[as_ints(ranks)]), of_ranks[..., 3:5])
             comm.all_reduce(torch.from_numpy(crossing), compress=False, tag=_TAG)
+            crossing //= len(ranks)  # each has added up what is known of all of these
         comm.all_reduce(torch.from_numpy(loads), "MAX", compress=False, tag=_TAG)
     return loads, crossing
 
@@ -397,7 +399,7 @@ def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) 
         theirs = torch.empty_like(rows)
         comm.all_to_all_single(theirs, rows, compress=False, tag=_TAG)
         differ = np.argwhere(theirs.numpy() != np.stack(expected, axis=1))
-        if len(differ) and wrong is None:
+        if len(differ) and wrong is None and "unheard" not in comm.attached:
             peer, mine = comm.ranks[int(differ[0][0])], comm.ranks[comm.rank]
             wrong = f"rank {peer} would send other boxes, or in other groups, than rank {mine} expects"
         failed = torch.tensor([int(wrong is not None)], device="cpu")

@@ -330,7 +330,7 @@ class Redistribution:
         self._comm.all_reduce(most, "MAX", compress=False, tag=TAG)
         found = most.tolist()
         largest, smallest = found[: len(codes)], [-code for code in found[len(codes) :]]
-        dtypes = tuple(DTYPES[max(code, 0)] for code in largest)
+        dtypes = tuple(DTYPES[code] if code >= 0 else torch.get_default_dtype() for code in largest)
         if any(0 <= high != low for low, high in zip(smallest, largest, strict=True)):
             agree_on_dtypes(self._comm, held)  # finds the difference, and raises
         return dtypes  # if no rank holds a tensor, its ranks are outside the group: `make_plan` raises

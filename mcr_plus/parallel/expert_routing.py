@@ -23,7 +23,7 @@ import torch
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.work import Work
-from mcr_plus.errors import BackendError, InvalidArgument
+from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.parallel import routing_kernels as lists_of
 from mcr_plus.parallel import row_kernels
 from mcr_plus.parallel.routing_kernels import Ints, ReceivedRows, SentRows
@@ -266,6 +266,7 @@ class Routing:
                 numbers[rank, _COUNTS : _COUNTS + len(counts)] = counts
             if load:
                 numbers[:, _COUNTS + most :] = sent.load.reshape(-1)
+        self._said = numbers
         return torch.from_numpy(numbers)
 
     def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
@@ -280,6 +281,10 @@ class Routing:
     def learn_counts(self, heard: torch.Tensor, load: bool) -> None:
         """Store all ranks' headers; raises `InvalidArgument` if a rank refuses, or properties differ."""
         numbers: npt.NDArray[np.int32] = heard.numpy()
+        if size := len(self._comm.attached.get("unheard", ())):  # rank r + d sends as much to r as r to r - d
+            if self.experts % size:
+                raise Unsupported(f"simulated: {self.experts} experts on {size} ranks; expected a multiple")
+            numbers = self._said[(2 * self._comm.rank - np.arange(size)) % size]
         self._compare(numbers)
         self._counts = numbers[:, _COUNTS : _COUNTS + len(self.local_experts)].astype(np.int64)
         self.counts = self._counts.sum(0).tolist()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from typing import Any, Final, NamedTuple
 
@@ -288,6 +288,7 @@ def _unproved(made: Layout, needed: Layout) -> str | None:
     return None if np.array_equal(sends, receives.T) else "sender and receiver would pack different boxes"
 
 
+@lru_cache(maxsize=1024)
 def is_local(ends: Ends) -> bool:
     """Return whether every rank that needs a part of a tensor has made it."""
     made, needed = ends

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mcr_plus.bucketing.events import ISSUE
 from mcr_plus.bucketing.programs import ProgramOperation
 from mcr_plus.bucketing.simulation_result import SimulationResult
+from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.errors import short
 from mcr_plus.simulate.cluster import FoldedJob, FoldedSimulation
+from mcr_plus.simulate.records import IssuedCall
 
 _SHOWN: Final = 6  # ranks of a circle in a text
 
@@ -27,7 +30,7 @@ class OrderProblem(NamedTuple):
 def problems(job: FoldedJob) -> list[OrderProblem]:
     """Return the operations that do not fit together, or else the ranks that wait forever."""
     simulation = job.whole()
-    return [*_groups(job), *_operations(simulation)] or list(_stuck(simulation))
+    return [*_groups(job), *_operations(simulation)] or [*_calls(job), *_stuck(simulation)]
 
 
 def _groups(job: FoldedJob) -> Iterator[OrderProblem]:
@@ -84,6 +87,24 @@ def _difference(one: list[ProgramOperation], other: list[ProgramOperation]) -> i
     """Return the first place in which two sequences differ."""
     pairs = zip_longest(one, other)
     return next((at for at, (a, b) in enumerate(pairs) if a is None or b is None or a[1:] != b[1:]), None)
+
+
+def _calls(job: FoldedJob) -> Iterator[OrderProblem]:
+    """Yield operations that belong to other calls on other ranks that have run, such as redistributions."""
+    known: dict[Any, tuple[int, IssuedCall]] = {}
+    for record in job.records.values():
+        turns = Counter[int]()
+        for event in record.events:
+            if isinstance(event, IssuedCall) and event.kind not in MESSAGES:
+                key = record.groups[event.group], turns[event.group]
+                turns[event.group] += 1
+                rank, first = known.setdefault(key, (record.rank, event))
+                if first.call != event.call:
+                    said = [f"{each.call}, {each.words}" for each in (first, event)]
+                    what = f"operation {key[1]} of the ranks {short(key[0][0])}"
+                    text = f"{what}: {said[0]} on rank {rank}; {said[1]} on rank {record.rank}"
+                    yield OrderProblem(text, (rank, record.rank))
+                    return
 
 
 def _stuck(simulation: FoldedSimulation) -> Iterator[OrderProblem]:

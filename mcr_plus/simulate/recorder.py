@@ -24,7 +24,7 @@ from mcr_plus.engine.issue import Issue
 from mcr_plus.simulate.records import AwaitedCall, EndedStep, IssuedCall, RecordedRank
 from mcr_plus.simulate.values import fill
 
-_KEPT: Final = 1 << 16  # bytes; larger values are data, which no control flow reads
+_KEPT: Final = {True: 1 << 16, False: 1 << 24}  # bytes of floats and of others; larger values are only data
 _PATIENT: Final = 2  # polls of the issuing thread before an operation that nobody waits for is done
 _OTHERS: Final = 1000  # the same by other threads, such as the one that completes torch's futures
 
@@ -85,60 +85,78 @@ class CallRecorder(OperationHook):
             IssuedCall(
                 seconds, signature.kind, index, signature.nbytes, message.own_bytes(),
                 dtype_name(signature.dtype), signature.reduce_op, signature.root, message.peer,
-                message.match_tag, signature.tag, signature.choice, _site(),
+                message.match_tag, signature.tag, signature.choice, _site(), signature.call,
             )
         )  # fmt: skip
         self._calls.append(self._count)
         self._count += 1
         with _disable_current_modes(), torch.no_grad():
-            self._move(index, group, message)
+            value, kind, me = None, signature.kind, self.record.rank
+            if kind in MESSAGES:
+                peer = None if message.peer is None else group.ranks[message.peer]
+                channel = (me, peer) if kind == "send" else (peer, me)
+                value = self._value([channel, ("like", index)], (message.inputs or message.outputs)[0])
+            fill(message, group.rank, value)
         self.resume()
 
-    def _move(self, index: int, group: Group, message: Message) -> None:
-        """Keep a small value that others would receive; give the outputs of an operation their values."""
-        signature, me = message.signature, self.record.rank
-        kind, root = signature.kind, signature.root
-        value = None
-        if kind in MESSAGES or kind == "broadcast":
-            peer = None if message.peer is None else group.ranks[message.peer]
-            sends = kind == "send" or root == group.rank
-            sender = me if sends else peer if root is None else group.ranks[root]
-            channel = sender, (peer if sends else me) if root is None else group.name
-            turn = self._turns[channel]
-            self._turns[channel] += 1
-            if sends:
-                small = message.own_bytes() <= _KEPT
-                kept = message.inputs[0].detach().clone() if small else None
-                for key in (channel,) if root is None else (channel, ("like", index)):
-                    self.record.values.setdefault(key, []).append(kept)
-            else:
-                value = self._received(index, channel, turn, message.outputs[0])
-        fill(message, group.rank, value)
+    def _value(self, keys: list[Any], tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the value that the sender sends, if it has run, or else rank 0 in its group of this number.
 
-    def _received(self, index: int, channel: Any, turn: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return what the sender has sent, if it has run, or else rank 0 in its group of the same number."""
-        for key in (channel, ("like", index)):
+        `keys`: sender with receiver or group; number of the group. Small values of this rank are kept.
+        """
+        channel = keys[0]
+        turn = self._turns[channel]
+        self._turns[channel] += 1
+        if channel[0] == self.record.rank:
+            small = tensor.nbytes <= _KEPT[tensor.is_floating_point()]
+            value = tensor.detach().clone() if small else None
+            for key in keys if isinstance(channel[1], str) else [channel]:
+                self.record.values.setdefault(key, []).append(value)
+            return value
+        for key in keys:
             values: list[torch.Tensor | None] = self.known.get(key, [])
-            value = values[turn] if turn < len(values) else None
-            if value is not None and value.nbytes == like.nbytes:
-                return value
-        if not like.is_floating_point():  # it may decide what the program does
+            known = values[turn] if turn < len(values) else None
+            if known is not None and known.nbytes == tensor.nbytes:
+                return known.reshape(-1).view(tensor.dtype)
+        if not tensor.is_floating_point():  # it may decide what the program does
             self.record.missing = channel[0]
         return None
 
+    def _broadcast(self, group: Group, message: Message) -> Callable[[], None]:
+        """Return what gives a broadcast its value as a whole, as stages may cut it; nothing for others."""
+        if message.signature.kind != "broadcast":
+            return lambda: None
+        tensor, root = (message.outputs or message.inputs)[0], message.signature.root
+        with _disable_current_modes(), torch.no_grad():
+            keys = [(group.ranks[root or 0], group.name), ("like", self._groups.get(group.name))]
+            value = self._value(keys, tensor)
+            value = tensor.detach().clone() if value is None else value
+
+        def end() -> None:
+            with _disable_current_modes(), torch.no_grad():
+                tensor.detach().copy_(value.view_as(tensor))
+            self.resume()
+
+        return end
+
     # -- the program's calls ----------------------------------------------------------------------
 
-    def bound(self, group: Group, issue: Issue) -> Issue:  # noqa: ARG002
+    def bound(self, group: Group, issue: Issue) -> Issue:
         """See `OperationHook`."""
 
         def start(message: Message) -> Work:
+            end = self._broadcast(group, message)
             with self.within([]) as calls:
-                return RecordedWork(issue.start(message), self, calls)
+                work = RecordedWork(issue.start(message), self, calls)
+            work.then(end)
+            return work
 
         def run(message: Message) -> None:
+            end = self._broadcast(group, message)
             with self.within([]) as calls:
                 issue.run(message)
                 self.waited(calls)
+            end()
 
         return Issue(start, run)
 

@@ -15,7 +15,8 @@ class IssuedCall(NamedTuple):
     `seconds`: computation since the previous event. `group`: index in `RecordedRank.groups`. `root`, `peer`:
     group ranks; None if the kind has none. `match`: the number that pairs sends and receives. `library`:
     library, with its algorithm if one was chosen. `site`: file and line of the program. `nbytes` is None for
-    sizes that may differ between ranks; then `own` are this rank's.
+    sizes that may differ between ranks; then `own` are this rank's. `call`: the call that it is a part of, as
+    ranks compare it; None if it is one by itself.
     """
 
     seconds: float
@@ -31,6 +32,7 @@ class IssuedCall(NamedTuple):
     tag: str | None
     library: str
     site: str
+    call: str | None = None
 
     @property
     def words(self) -> str:

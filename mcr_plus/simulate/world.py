@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -85,6 +86,13 @@ class SimulatedRuntime(Runtime):
 
     recorder: CallRecorder
 
+    def open_group(  # noqa: D102
+        self, name: str, ranks: tuple[int, ...], config: Config | None = None, *, checked: bool = False
+    ) -> Communicator:
+        made = super().open_group(name, ranks, config, checked=checked)
+        made.attached["unheard"] = ranks  # layouts compute what these would say
+        return made
+
     def agree(  # noqa: D102
         self,
         communicator: Communicator,
@@ -92,9 +100,17 @@ class SimulatedRuntime(Runtime):
         what: str,
         sizes: Callable[[Sequence[ValueT]], Sequence[int]],  # noqa: ARG002
     ) -> list[ValueT]:
-        if what == "split":
+        if what != "split":
+            return [value] * communicator.size
+        choices: list[Any] | None = communicator.attached.pop("choices", None)
+        if choices is None:
             raise Unsupported("split: the colours of other ranks are not known; expected mcr.new_group")
-        return [value] * communicator.size
+        rows = zip(choices, communicator.ranks, strict=True)
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for (colour, _), rank in sorted(rows, key=lambda row: row[0][1]):
+            groups[colour].append(rank)
+        self.recorder.record.inner += [tuple(groups[colour]) for colour in {*groups} - {None}]
+        return choices
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:  # noqa: D102
         self.recorder.created(tuple(ranks))

@@ -36,37 +36,72 @@ for step in range(3):
     work.wait()
 """
 
+LAYOUTS = """
+import torch, mcr_plus as mcr
+from mcr_plus.autograd import halo_exchange
+from mcr_plus.plans.named import hybrid
+if not mcr.is_initialized():
+    mcr.init()
+rank = mcr.get_rank()
+rows, some = (mcr.Layout.sharded((13, 6), ranks, 0) for ranks in (range(4), (3, 1)))
+whole, columns = mcr.Layout.replicated((13, 6), range(4)), mcr.Layout.sharded((13, 6), (2, 1, 0, 3), 1)
+addends, sums = (mcr.Layout.mesh((8, 6), [[0, 2], [3, 1]], [each, "S1"]) for each in ("P", "R"))
+state = mcr.redistribution({"a": (rows, some), "b": (rows, columns)}, memory="8KiB")
+x = torch.full(rows.local_shape(rank), float(rank))
+for _ in range(2):
+    assert mcr.redistribute(x, rows, whole).shape == (13, 6)
+    parts = state({"a": x, "b": x})
+    mcr.redistribute(parts["a"], some, whole)
+    mcr.redistribute(torch.ones(addends.local_shape(rank)), addends, sums)
+    assert len(halo_exchange(x, rows, (1, 0), (2, 0))) > len(x)
+model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+optimizer = torch.optim.Adam(model.parameters())
+batch, loss = (torch.ones(6, 4), torch.zeros(6, 4)), torch.nn.functional.mse_loss
+profile = mcr.profile(model, batch, optimizer=optimizer, loss=loss, repeats=1)
+times = {"forward": 1.0, "backward": 2.0, "forward_fixed": 0.0, "backward_fixed": 0.0}
+blocks = [block.model_copy(update=times) for block in profile.blocks]
+stages = [range(2), range(2, len(blocks))]
+plan = hybrid(profile.model_copy(update={"blocks": blocks}), 4, data=2, stages=stages, micro_batches=3)
+parallel = mcr.parallelize(model, optimizer, plan, loss=loss)
+for _ in range(2):
+    parallel.step(batch)
+    optimizer.step()
+"""
+PROGRAMS = {"torch": (2, PROGRAM), "layouts": (4, LAYOUTS)}
+
 Rows = list[list[object]]
 
 
 def really(path: str) -> Rows:
-    """On two ranks: what the program issues."""
+    """On real ranks: what the program issues."""
     import torch.distributed as dist
 
     dist.init_process_group("mcr")
     with mcr.record() as recorded:
         runpy.run_path(path, run_name="__main__")
-    return [[each.kind, each.bytes] for each in recorded.records]
+    apart = ("new_group", "split")  # simulated ranks know what others pass
+    return [[each.kind, each.bytes] for each in recorded.records if each.tag not in apart]
 
 
-def simulated(path: str) -> list[Rows]:
-    """What each of two simulated ranks issues."""
-    program = SimulatedProgram(Path(path), [], ("host", "host"), steps=0, memory=False)
-    program.run([0, 1])
-    records = [program.ran[rank].events for rank in range(2)]
+def simulated(path: str, ranks: int) -> list[Rows]:
+    """What each simulated rank issues."""
+    program = SimulatedProgram(Path(path), [], ("host",) * ranks, steps=0, memory=False)
+    program.run(range(ranks))
+    records = [program.ran[rank].events for rank in range(ranks)]
     return [[[each.kind, each.own] for each in events if isinstance(each, IssuedCall)] for events in records]
 
 
-@pytest.mark.long
-def test_a_simulated_rank_issues_what_a_real_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("torch", marks=pytest.mark.long), "layouts"])
+def test_a_simulated_rank_issues_what_a_real_one_does(tmp_path: Path, name: str) -> None:
+    ranks, program = PROGRAMS[name]
     path = tmp_path / "train.py"
-    path.write_text(PROGRAM)
-    real = [result.value for result in run_ranks(really, 2, args=[str(path)])]
-    (found,) = run_ranks(simulated, 1, args=[str(path)])
+    path.write_text(program)
+    real = [result.value for result in run_ranks(really, ranks, args=[str(path)])]
+    (found,) = run_ranks(simulated, 1, args=[str(path), ranks])
     # Messages that are in flight together end, and are recorded, in any order.
     collectives = [[row for row in rows if row[0] not in ("send", "recv")] for rows in real]
     assert len(collectives[0]) > 15
-    for rank in range(2):
+    for rank in range(ranks):
         mine = found.value[rank]
         assert [row for row in mine if row[0] not in ("send", "recv")] == collectives[rank]
         assert sorted(mine) == sorted(real[rank])

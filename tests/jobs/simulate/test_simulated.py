@@ -113,6 +113,29 @@ for step in range(10):
     optimizer.step()
 """
 
+PLANNED = """
+import torch, mcr_plus as mcr
+from mcr_plus import expert
+from mcr_plus.plans.named import hybrid
+comm = mcr.init()
+rank, size = comm.rank, comm.size
+model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+optimizer = torch.optim.Adam(model.parameters())
+batch, loss = (torch.ones(size, 16), torch.zeros(size, 16)), torch.nn.functional.mse_loss
+profile = mcr.profile(model, batch, optimizer=optimizer, loss=loss, repeats=1)
+plan = hybrid(profile, size, data=size // 2, stages=2, micro_batches=2)
+parallel = mcr.parallelize(model, optimizer, plan, loss=loss)
+rows, whole = mcr.Layout.sharded((size, 3), range(size), 0), mcr.Layout.replicated((size, 3), range(size))
+for step in range(100):
+    parallel.step(batch)
+    assert mcr.redistribute(torch.ones(1, 3), rows, whole).shape == (size, 3)
+    ids = torch.randint(2 * size, (24, 2), generator=torch.Generator().manual_seed(size * step + rank))
+    routed = expert.dispatch(torch.ones(24, 4), ids, experts=2 * size)
+    assert len(routed.rows) == sum(routed.counts) == (ids >= 0).sum()  # as many as this rank sends
+    assert expert.combine(routed.rows, routed).shape == (24, 4)
+    optimizer.step()
+"""
+
 
 def simulate(folder: Path, program: str, ranks: int, *options: str, cluster: str = CLUSTER) -> Answer:
     (folder / "cluster.yaml").write_text(cluster)
@@ -171,6 +194,13 @@ def test_few_of_many_ranks_run_and_stand_for_all(tmp_path: Path) -> None:
     assert sum(len(each["ran"]) for each in whole["roles"]) == 64
 
 
+def test_stages_of_a_plan_are_folded(tmp_path: Path) -> None:
+    found = document(tmp_path, PLANNED, 24, "--no-memory")
+    assert [each["ranks"] for each in found["roles"]] == [[*range(12)], [*range(12, 24)]]
+    assert sum(len(each["ran"]) for each in found["roles"]) < 20
+    assert set(found["links_ms"]) == {"inside", "nic"}
+
+
 @pytest.mark.long
 def test_a_thousand_ranks(tmp_path: Path) -> None:
     found = document(tmp_path, DDP.replace("BACKEND", "gloo"), 1024)
@@ -206,6 +236,16 @@ if dist.get_rank() == 0:
 dist.barrier()
 """,
         ["message 0 of the ranks (0, 2): send of 16 B", "on rank 0, nothing on rank 2", "train.py:5"],
+    ),
+    "order of redistributions": (
+        """
+import mcr_plus as mcr
+rows, columns = (mcr.Layout.sharded((7, 7), range(3), dim) for dim in (0, 1))
+moves = [(rows, columns), (columns, rows)]
+for source, target in moves if dist.get_rank() != 2 else moves[::-1]:
+    mcr.redistribute(torch.ones(source.local_shape(dist.get_rank())), source, target)
+""",
+        ["of the ranks (0, 1, 2): redistribution ", "on rank 0; redistribution ", "on rank 2", "train.py:8"],
     ),
     "groups": (
         """

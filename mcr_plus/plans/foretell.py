@@ -17,6 +17,7 @@ from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEven
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.config.names import backend_name
 from mcr_plus.config.schema import Config
+from mcr_plus.errors import Unsupported
 from mcr_plus.layout.native import native
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
@@ -34,8 +35,14 @@ class BestCosts(ClusterCosts):
 
     def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
         """Return the cost and link use of the fastest library."""
-        names = self.libraries() or [library]
-        uses = [super(BestCosts, self).use(kind, nbytes, to, name, codec) for name in names]
+        uses, refused = [], None
+        for name in self.libraries() or [library]:
+            try:
+                uses.append(super().use(kind, nbytes, to, name, codec))
+            except Unsupported as error:  # an algorithm that was measured for other operations
+                refused = error
+        if not uses and refused is not None:
+            raise refused
         return min(uses, key=lambda use: use.cost.seconds)
 
 

@@ -72,7 +72,9 @@ class MeasuredPass:
         given = torch.autograd.grad(result, trained, torch.ones_like(result), allow_unused=True)
         end = whole.now()
         self._mark_backward(0)
-        self.gradients = {param: each for param, each in zip(trained, given, strict=True) if each is not None}
+        found = {param: each for param, each in zip(trained, given, strict=True) if each is not None}
+        # Those of timed passes go: the next pass would find other memory, which is slower at first.
+        self.gradients = found if self._live else {}
         ready = [*(self._ready.get(index, end) for index in range(count)), begin]
         # Hooks of one tensor, which a block has handed through, run in the order of the blocks.
         self.backward = [max(late - early, 0.0) for late, early in pairwise(ready)]

@@ -33,7 +33,7 @@ class Axis(StrictModel):
     - `exchange`: elements go to the parts that they choose, and back (all_to_all).
 
     Of what a cut of parameters divides: bytes of activations that are `saved`, of `params`, and of its
-    `input`.
+    `input`; and the share of its `work` in the time of the block, of which the rest is on all ranks.
     """
 
     dims: tuple[Annotated[int, Field(ge=0, lt=64)], ...]
@@ -42,6 +42,7 @@ class Axis(StrictModel):
     saved: Bytes = 0
     params: Bytes = 0
     input: Bytes = 0
+    work: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
 class ModelBlock(StrictModel):
@@ -96,7 +97,8 @@ class Profile(StrictModel):
     """Blocks of a model in the order of the forward pass; see `mcr.profile`.
 
     `model`: hash of the trained parameters' names, shapes and dtypes. `input`: shape of the first block's
-    input. `state_of`: class of the optimizer. `unused`: parameters that no block uses.
+    input. `state_of`: class of the optimizer. `unused`: parameters that no block uses. `turn`: seconds that
+    both passes of a part take beyond its computation, if its rank runs several in turn.
     """
 
     version: Literal[1]
@@ -105,6 +107,7 @@ class Profile(StrictModel):
     input: tuple[_Length, ...]
     state_of: str | None
     unused: tuple[str, ...]
+    turn: Seconds = 0.0
     blocks: tuple[ModelBlock, ...] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
-from mcr_plus.plans.measuring import AxisBytes, Boundary, MeasuredPass, state_bytes
+from mcr_plus.plans.measuring import AxisSizes, Boundary, MeasuredPass, state_bytes, turn_seconds
 from mcr_plus.plans.whole import LossFunction, WholeModel, nbytes_of, rows_of, tensors_in
 
 _FEW: Final = 4  # part of the batch whose times are measured, too
@@ -268,7 +268,10 @@ def _divided(module: nn.Module) -> list[str]:
     return [axis for axis in cuts if axis not in _LONG]
 
 
-def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> dict[str, Axis]:
+def _axes(
+    segment: _Segment, output: _Value, sizes: Mapping[str, AxisSizes], seconds: float
+) -> dict[str, Axis]:
+    """Return the axes of a block, of which a pass without a graph has taken `seconds`."""
     # A function of a scalar is one of the whole batch's loss.
     each = [_cuts(call) for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
     shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
@@ -284,7 +287,9 @@ def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> 
             continue  # an output without dimensions is a loss
         try:
             count, how = ((), cut) if axis in _LONG else ((cut[0],), cut[1])
-            own = sizes[axis]._asdict() if axis in sizes else {}
+            own: dict[str, Any] = sizes[axis]._asdict() if axis in sizes else {}
+            if own:
+                own["work"] = min(own.pop("seconds") / seconds, 1.0)
             parts = count or tuple(shape[dim] for dim in dims)
             axes[axis] = Axis(dims=dims, parts=parts, how=how, **own)
         except (ValueError, TypeError, LookupError):
@@ -347,7 +352,7 @@ def profile(
         first = MeasuredPass(whole, begins, _divided)
         passes = [MeasuredPass(whole, begins) for _ in range(count)]
         outputs = [*(segment.input for segment in segments[1:]), flow.result]
-        axes = [_axes(*each) for each in zip(segments, outputs, first.by_axis, strict=True)]
+        axes = [_axes(*each) for each in zip(segments, outputs, first.by_axis, first.recompute, strict=True)]
         items = segments[0].input.shape[0] if all("batch" in each for each in axes) else 0
         few = max(items // _FEW, 1)
         whole.take(rows_of(batch, items, 0, few))
@@ -390,7 +395,8 @@ def profile(
     return Profile(
         version=VERSION, model=model_hash(trained), device=whole.device.type, input=segments[0].input.shape,
         state_of=None if optimizer is None else type(optimizer).__name__,
-        unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
+        unused=tuple(names[param] for param, used in users.items() if not used), turn=turn_seconds(),
+        blocks=tuple(blocks),
     )  # fmt: skip
 
 

@@ -442,6 +442,20 @@ def work_share(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     return share * parameter_share(plan, task.block, rank, outside=False)
 
 
+def time_share(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
+    """Return the share of a rank's parts of a task in the time of the block's pass over the whole batch.
+
+    What is beside the modules that a cut of parameters divides, all ranks compute.
+    """
+    block, share = plan.blocks[task.block], tensors.share(task.block, task.micro, task.slice, rank)
+    at = np.argwhere(plan.places[task.block] == rank)
+    for axis, cut in enumerate(plan.cuts[task.block]):
+        if plan.how(task.block, cut) not in (*ALONG_DATA, "replicas") and cut.outside is None:
+            work = min(sum(block.axes[name].work for name in cut.axes), 1.0)
+            share *= 1 - work * (1 - len(np.unique(at[:, 2 + axis])) / cut.parts)
+    return share
+
+
 def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = True) -> float:
     """Return the share of a block's parameters that a rank's parts use.
 
@@ -455,22 +469,27 @@ def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = T
     return share
 
 
-def runs_in_turn(plan: ModelPlan, block: int, rank: int) -> bool:
-    """Return whether a rank runs parts of a sum one after another, each again for its backward pass."""
-    at = np.argwhere(plan.places[block] == rank)
-    return any(
-        len(np.unique(at[:, 2 + axis])) > 1
-        for axis, cut in enumerate(plan.cuts[block]) if plan.how(block, cut) == "sum"
-    )  # fmt: skip
+def parts_in_turn(plan: ModelPlan, block: int, rank: int) -> int:
+    """Return the number of parts of sums that a rank runs one after another, each again backward; or 0."""
+    at, found = np.argwhere(plan.places[block] == rank), 0
+    for axis, cut in enumerate(plan.cuts[block]):
+        own = len(np.unique(at[:, 2 + axis]))
+        found += own * len(cut.axes) if plan.how(block, cut) == "sum" and own > 1 else 0
+    return found
 
 
 def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
     """Return the seconds of a rank's parts of a task, in proportion to their sizes."""
-    block, share = plan.blocks[task.block], work_share(plan, tensors, task, rank)
+    block, share = plan.blocks[task.block], time_share(plan, tensors, task, rank)
+    turns = parts_in_turn(plan, task.block, rank)
     forward = block.forward_fixed + (block.forward - block.forward_fixed) * share
+    forward += turns * plan.profile.turn / 2
     if task.kind == "F":
         return forward
     backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
-    is_again = plan.recomputed[task.block] or runs_in_turn(plan, task.block, rank)
-    again = forward if task.kind == "B" and is_again else 0.0
-    return again + (backward / 2 if plan.split[task.block] else backward)
+    again = forward if task.kind == "B" and (plan.recomputed[task.block] or turns) else 0.0
+    if not plan.split[task.block]:
+        return again + backward
+    if all(rank in places for places in plan.places[: task.block]):  # no gradient goes further back
+        return again if task.kind == "B" else backward
+    return again + backward / 2

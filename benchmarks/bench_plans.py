@@ -33,8 +33,9 @@ from two_hosts import TwoHosts, need_two_hosts
 import mcr_plus as mcr
 from mcr_plus.errors import McrError
 from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.named import NAMED, named
-from mcr_plus.plans.run import ParallelModel
+from mcr_plus.plans.proof import ProvedPlan, prove
 from mcr_plus.plans.search import search
 
 SAME: Final = {"spatial", "interlaced", "three_f_one_b"}
@@ -52,23 +53,18 @@ def measured(model: str, profile: str, table: str, hosts: int, rate: str, rounds
     with mcr.init(steps.pipeline(table)) as comm:
         work, known = steps.WORKLOADS[model](), Profile.load(profile)
         costs = steps.costs_of(table, comm.size, hosts, rate)
-        jobs: dict[str, ParallelModel] = {}
         chosen = search(known, comm.size, costs).plans[0]
-        jobs["auto"] = steps.built(work, chosen.plan)
+        plans: dict[str, ModelPlan | ProvedPlan] = {"auto": chosen.plan}
         for name in NAMED:
             with suppress(McrError):  # one for other models
                 if name not in SAME:
-                    jobs[name] = steps.built(work, named(name, known, comm.size))
-        harness.join_gloo(comm)
-        peers = dict(steps.torch_steps(comm, work, known))
-        for step in peers.values():
-            step()
-        candidates: dict[str, Callable[[], object]] = {
-            name: (lambda job=job: job.step(work.batch)) for name, job in jobs.items()
-        }
-        times = steps.in_turns({**candidates, **peers}, rounds)
-        rows = steps.figures(work, jobs, times, costs)
-    theirs = {name: times[name] for name in peers}
+                    plans[name] = prove(named(name, known, comm.size))
+
+        def peers() -> dict[str, Callable[[], object]]:
+            harness.join_gloo(comm)
+            return dict(steps.torch_steps(comm, work, known))
+
+        rows, theirs = steps.measured(work, plans, costs, rounds, peers)
     return {"plans": rows, "torch": theirs, "auto": str(chosen.choice)} if comm.rank == 0 else None
 
 
@@ -80,7 +76,9 @@ def tau(one: list[float], other: list[float]) -> float:
 
 def section(model: str, found: Any) -> tuple[list[str], list[tuple[str, ...]]]:
     """The part of the report about a model, and the rows of its first table."""
-    plans = sorted((steps.PlanFigures(*each) for each in found["plans"]), key=lambda each: median(each.seconds))
+    plans = sorted(
+        (steps.PlanFigures(*each) for each in found["plans"]), key=lambda each: median(each.seconds)
+    )
     seen = [median(each.seconds) for each in plans]
     errors = [abs(each.foretold / time - 1) for each, time in zip(plans, seen, strict=True)]
     wrong = max(abs(each.said / each.peak - 1) for each in plans)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from subprocess import DEVNULL
 from typing import Any, Final, NamedTuple
 
 import harness
@@ -36,8 +37,7 @@ from mcr_plus.plans.run import ParallelModel, parallelize
 from mcr_plus.plans.whole import WholeModel, rows_of
 from mcr_plus.tables.table import load_table
 
-for folder in ("common", "moe", "dlrm", "plans"):
-    sys.path.insert(0, str(ROOT / "examples" / folder))
+sys.path += [str(ROOT / "examples" / folder) for folder in ("common", "moe", "dlrm", "plans")]
 from corpus import VOCABULARY
 from criteo import DENSE, SPARSE
 from experts import ExpertShape
@@ -120,7 +120,9 @@ def gpt() -> Workload:
     shape = Shape(layers=6, hidden=192, heads=4, sequence=96)
     return Workload(
         partial(transformer, shape), text, windows(16, shape.sequence), lambda model: model.blocks,
-        lambda model: [_Begin(model), *map(_OneOutput, model.blocks), _Logits(model.norm, model.bytes.weight)],
+        lambda model: [
+            _Begin(model), *map(_OneOutput, model.blocks), _Logits(model.norm, model.bytes.weight)
+        ],
     )  # fmt: skip
 
 
@@ -159,15 +161,18 @@ def profiled(work: Workload) -> Profile:
 
 def tuned(target: Path, ranks: int, hosts: TwoHosts | None, budget: str) -> None:
     """Write a tuning table of these ranks, and of pairs of them."""
+    starts: list[Callable[[list[str]], object]]
     words = [*MCR_PLUS, "tune", "--kinds", KINDS, "--min", "1KiB", "--max", "16MiB", "--budget", budget]
-    parts = [target.with_suffix(f".{number}.yaml") for number in range(2 if hosts is None else 3)]
-    for number, part in enumerate(parts):
-        line = [*words, "-o", str(part)]
-        if hosts is None:
-            harness.run([*line, "-n", str((ranks, 2)[number])])
-        else:
-            launch = [(ranks // 2, None), (1, None), (2, 2)][number]  # all, a rank on each, two on one host
-            harness.on_both(hosts, per_host=launch[0], ranks=launch[1])(line[1:])
+    if hosts is None:
+        lines = [["-n", str(count)] for count in sorted({ranks, 2})]
+        starts = [harness.run for _ in lines]
+    else:  # all, and pairs: a rank on each host, both on one
+        places = [(ranks // 2, None), (1, None), (2, 2)][: 1 if ranks == 2 else 3]
+        starts = [partial(hosts.mpirun, per_host=each, ranks=some, stdout=DEVNULL) for each, some in places]
+        lines = [[] for _ in starts]
+    parts = [target.with_suffix(f".{number}.yaml") for number in range(len(starts))]
+    for start, line, part in zip(starts, lines, parts, strict=True):
+        start([*words, *line, "-o", str(part)])
     harness.run([*MCR_PLUS, "table", "merge", "-o", str(target), *map(str, parts)])
 
 
@@ -193,7 +198,7 @@ def costs_of(table: str, ranks: int, hosts: int, rate: str | None) -> ClusterCos
 
 
 class PlanFigures(NamedTuple):
-    """Of a plan: seconds of a step, and bytes of the fullest rank; `foretold` and `said` are before the run."""
+    """Seconds of a step of a plan, and bytes of the fullest rank: `foretold` and `said`, and measured."""
 
     name: str
     foretold: float
@@ -208,6 +213,21 @@ def built(work: Workload, plan: ModelPlan | ProvedPlan) -> ParallelModel:
     job = parallelize(part, torch.optim.AdamW(part.parameters()), plan, loss=work.loss)
     job.step(work.batch)
     return job
+
+
+def measured(
+    work: Workload, plans: Mapping[str, ModelPlan | ProvedPlan], costs: ClusterCosts, rounds: int,
+    peers: Callable[[], Mapping[str, Callable[[], object]]] = dict,
+) -> tuple[list[PlanFigures], dict[str, list[float]]]:  # fmt: skip
+    """Figures of plans, and seconds of other steps that take turns with them. Collective."""
+    jobs = {name: built(work, plan) for name, plan in plans.items()}
+    others = peers()
+    for step in others.values():
+        step()  # which sets it up
+    times = in_turns(
+        {name: partial(job.step, work.batch) for name, job in jobs.items()} | dict(others), rounds
+    )
+    return figures(work, jobs, times, costs), {name: times[name] for name in others}
 
 
 def in_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -251,7 +271,16 @@ def row_of(each: PlanFigures) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-HEAD: Final = ("way", "foretold ms", "median ms", "least ms", "ratio", "foretold MiB", "measured MiB", "ratio")
+HEAD: Final = (
+    "way",
+    "foretold ms",
+    "median ms",
+    "least ms",
+    "ratio",
+    "foretold MiB",
+    "measured MiB",
+    "ratio",
+)
 
 
 # --- what torch offers ----------------------------------------------------------------------------------

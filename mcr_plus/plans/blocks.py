@@ -57,6 +57,8 @@ class ModelBlock(StrictModel):
     parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
     of the batch. `random`: it draws random numbers. `transient`: bytes that a pass needs beyond those.
     `through`: bytes of the outputs of modules with parameters. `detached`: its output needs no gradient.
+    `past`: bytes that slices of a sequence leave to later ones, of all together. `accumulate`: seconds to add
+    its gradients to those of other micro-batches.
     """
 
     name: str
@@ -81,6 +83,8 @@ class ModelBlock(StrictModel):
     reads_batch: bool
     random: bool
     detached: bool = False
+    past: Bytes = 0
+    accumulate: Seconds = 0.0
 
     @property
     def parameters(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -27,7 +28,7 @@ from mcr_plus.tables.scaling import Placement
 from mcr_plus.tables.table import load_table
 
 OVERHEAD: Final = 300e-6
-"""Seconds of a rank for an operation of a plan, beyond those of the library in a loop (3 GHz, Python 3.11)."""
+"""Seconds of a rank for an operation, beyond those of the library in a loop (Python 3.11, 3 GHz)."""
 REDISTRIBUTION: Final = 500e-6
 """Seconds beyond those, if a redistribution within a task takes the place of a collective."""
 
@@ -37,14 +38,12 @@ class BestCosts(ClusterCosts):
 
     def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
         """Return the cost and link use of the fastest library."""
-        uses, refused = [], None
-        for name in self.libraries() or [library]:
-            try:
+        uses: list[Use] = []
+        names = self.libraries() or [library]
+        for name in names:
+            # An algorithm may have been measured for other operations alone.
+            with suppress(Unsupported) if uses or name != names[-1] else nullcontext():
                 uses.append(super().use(kind, nbytes, to, name, codec))
-            except Unsupported as error:  # an algorithm that was measured for other operations
-                refused = error
-        if not uses and refused is not None:
-            raise refused
         return min(uses, key=lambda use: use.cost.seconds)
 
 

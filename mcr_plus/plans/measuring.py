@@ -166,6 +166,28 @@ def state_bytes(optimizer: torch.optim.Optimizer, gradients: Mapping[Any, Tensor
     return sizes
 
 
+def add_seconds(whole: WholeModel, gradient: Tensor) -> float:
+    """Return the seconds to add a gradient to another one, as autograd does it beside the pass measured."""
+    into = torch.zeros_like(gradient).add_(gradient)
+    begin = whole.now()
+    into.add_(gradient)
+    return whole.now() - begin
+
+
+def past_bytes(whole: WholeModel) -> dict[Any, int]:
+    """Return the bytes that modules leave to later slices of a sequence, of all of it; by module."""
+    found: dict[Any, int] = {}
+
+    def leave(module: Any, args: Any, _: Any) -> None:
+        if hasattr(module, "forward_slice"):
+            found[module] = sum(map(nbytes_of, tensors_in(module.forward_slice(*args, [])[1])))
+
+    if any(hasattr(module, "forward_slice") for module in whole.modules()):
+        with torch.no_grad():
+            whole.run(lambda *_: None, leave)
+    return found
+
+
 class _Smallest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +199,7 @@ class _Smallest(nn.Module):
 
 
 def turn_seconds(repeats: int = 20) -> float:
-    """Return the seconds of both passes of a part that runs in turn with others and computes next to nothing."""
+    """Return the seconds of both passes of a part in turn with others that computes almost nothing."""
     from mcr_plus.plans.cutting import CutModule  # which asks the profile how modules are cut
 
     def same(x: Tensor) -> Tensor:

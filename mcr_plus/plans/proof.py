@@ -487,6 +487,7 @@ def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     if task.kind == "F":
         return forward
     backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
+    backward += block.accumulate * parameter_share(plan, task.block, rank)
     again = forward if task.kind == "B" and (plan.recomputed[task.block] or turns) else 0.0
     if not plan.split[task.block]:
         return again + backward

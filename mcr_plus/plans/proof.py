@@ -442,52 +442,49 @@ def work_share(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     return share * parameter_share(plan, task.block, rank, outside=False)
 
 
-def time_share(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
-    """Return the share of a rank's parts of a task in the time of the block's pass over the whole batch.
-
-    What is beside the modules that a cut of parameters divides, all ranks compute.
-    """
-    block, share = plan.blocks[task.block], tensors.share(task.block, task.micro, task.slice, rank)
-    at = np.argwhere(plan.places[task.block] == rank)
-    for axis, cut in enumerate(plan.cuts[task.block]):
-        if plan.how(task.block, cut) not in (*ALONG_DATA, "replicas") and cut.outside is None:
-            work = min(sum(block.axes[name].work for name in cut.axes), 1.0)
-            share *= 1 - work * (1 - len(np.unique(at[:, 2 + axis])) / cut.parts)
-    return share
-
-
 def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = True) -> float:
     """Return the share of a block's parameters that a rank's parts use.
 
     `outside`: count also cuts that divide input and output.
     """
     share = 1.0
-    at = np.argwhere(plan.places[block] == rank)
-    for axis, cut in enumerate(plan.cuts[block]):
+    for cut, own in _own_parts(plan, block, rank):
         if plan.how(block, cut) not in (*ALONG_DATA, "replicas") and (outside or cut.outside is None):
-            share *= len(np.unique(at[:, 2 + axis])) / cut.parts
+            share *= own / cut.parts
     return share
 
 
-def parts_in_turn(plan: ModelPlan, block: int, rank: int) -> int:
-    """Return the number of parts of sums that a rank runs one after another, each again backward; or 0."""
-    at, found = np.argwhere(plan.places[block] == rank), 0
-    for axis, cut in enumerate(plan.cuts[block]):
-        own = len(np.unique(at[:, 2 + axis]))
-        found += own * len(cut.axes) if plan.how(block, cut) == "sum" and own > 1 else 0
-    return found
+def _own_parts(plan: ModelPlan, block: int, rank: int) -> list[tuple[BlockCut, int]]:
+    """Return the cuts of a block, and the number of parts along each that a rank has."""
+    if not plan.cuts[block]:
+        return []
+    at = np.argwhere(plan.places[block] == rank)
+    return [(cut, len(np.unique(at[:, 2 + axis]))) for axis, cut in enumerate(plan.cuts[block])]
 
 
 def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
-    """Return the seconds of a rank's parts of a task, in proportion to their sizes."""
-    block, share = plan.blocks[task.block], time_share(plan, tensors, task, rank)
-    turns = parts_in_turn(plan, task.block, rank)
+    """Return the seconds of a rank's parts of a task.
+
+    In proportion to their sizes; what is beside the modules that a cut of parameters divides, all ranks
+    compute.
+    """
+    block, share = plan.blocks[task.block], tensors.share(task.block, task.micro, task.slice, rank)
+    params, turns = 1.0, 0
+    for cut, own in _own_parts(plan, task.block, rank):
+        how, part = plan.how(task.block, cut), own / cut.parts
+        if how in (*ALONG_DATA, "replicas"):
+            continue
+        params *= part
+        if cut.outside is None:
+            share *= 1 - min(sum(block.axes[name].work for name in cut.axes), 1.0) * (1 - part)
+        if how == "sum" and own > 1:  # one after another, each again for its backward pass
+            turns += own * len(cut.axes)
     forward = block.forward_fixed + (block.forward - block.forward_fixed) * share
     forward += turns * plan.profile.turn / 2
     if task.kind == "F":
         return forward
     backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
-    backward += block.accumulate * parameter_share(plan, task.block, rank)
+    backward += block.accumulate * params
     again = forward if task.kind == "B" and (plan.recomputed[task.block] or turns) else 0.0
     if not plan.split[task.block]:
         return again + backward

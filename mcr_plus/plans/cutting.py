@@ -116,7 +116,7 @@ class CutModule(nn.Module):
         """Run the parts, and add up their outputs."""
         leaves, spec = tree_flatten((args, kwargs))
         at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        leaves[at] = self.enter(leaves[at])
+        leaves[at] = _moved(self.enter, leaves[at])
         args, kwargs = tree_unflatten(leaves, spec)
         if len(self.units) == 1:
             return self._left(self._rows(*args, **kwargs))
@@ -151,7 +151,7 @@ class CutModule(nn.Module):
     def _left(self, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
         at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        leaves[at] = self.leave(leaves[at])
+        leaves[at] = _moved(self.leave, leaves[at])
         if self.bias is not None:
             leaves[at] = leaves[at] + self.bias
         return tree_unflatten(leaves, spec)
@@ -159,6 +159,11 @@ class CutModule(nn.Module):
     def _set(self, units: tuple[int, int]) -> None:
         for name, count in self.counts.items():
             setattr(self.inner, name, count * (units[1] - units[0]) // self.whole_count)
+
+
+def _moved(move: Move, x: Tensor) -> Tensor:
+    """Return `x` moved, but for indices."""
+    return move(x) if x.is_floating_point() else x
 
 
 def cut_module(

@@ -29,7 +29,7 @@ def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None 
         axes = {} if plan.blocks[index].shared else plan.blocks[index].axes
         if inner := [axis for axis in _INNER if axis in axes and axes[axis].how in ("sum", "exchange")]:
             needed = "batch" if any(axes[axis].how == "exchange" for axis in inner) else None
-            plan.cut(index, inner, parts, outside if outside in axes else needed)
+            plan.cut(index, inner, parts, outside if index and outside in axes else needed)
         elif index and outside in axes and not plan.blocks[index].reads_batch:
             plan.cut(index, outside, parts)
         else:

@@ -297,6 +297,9 @@ def _axes(
             own: dict[str, Any] = sizes[axis]._asdict() if axis in sizes else {}
             if own:
                 own["work"] = min(own.pop("seconds") / seconds, 1.0)
+            elif axis not in _LONG:  # of a layer alone
+                params = [param for call in segment.members for param in call.module.parameters()]
+                own = {"params": sum(map(nbytes_of, params)), "input": output.nbytes * (how == "sum")}
             parts = count or tuple(shape[dim] for dim in dims)
             axes[axis] = Axis(dims=dims, parts=parts, how=how, **own)
         except (ValueError, TypeError, LookupError):
@@ -365,6 +368,7 @@ def profile(
         few = max(items // _FEW, 1)
         whole.take(rows_of(batch, items, 0, few))
         small = [MeasuredPass(whole, begins) for _ in range(count if items > few else 0)]
+        turn = turn_seconds()
         added = {param: add_seconds(whole, each) for param, each in first.gradients.items()}
         states = state_bytes(optimizer, first.gradients) if optimizer is not None else {}
         if items > 1 and not outputs[-1].shape and not flow.random and not _is_mean(whole, batch, items):
@@ -407,7 +411,7 @@ def profile(
     return Profile(
         version=VERSION, model=model_hash(trained), device=whole.device.type, input=segments[0].input.shape,
         state_of=None if optimizer is None else type(optimizer).__name__,
-        unused=tuple(names[param] for param, used in users.items() if not used), turn=turn_seconds(),
+        unused=tuple(names[param] for param, used in users.items() if not used), turn=turn,
         blocks=tuple(blocks),
     )  # fmt: skip
 

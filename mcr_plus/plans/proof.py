@@ -469,12 +469,12 @@ def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     compute.
     """
     block, share = plan.blocks[task.block], tensors.share(task.block, task.micro, task.slice, rank)
-    params, turns = 1.0, 0
+    params, turns = float(block.parameters), 0
     for cut, own in _own_parts(plan, task.block, rank):
         how, part = plan.how(task.block, cut), own / cut.parts
         if how in (*ALONG_DATA, "replicas"):
             continue
-        params *= part
+        params -= sum(block.axes[name].params for name in cut.axes) * (1 - part)
         if cut.outside is None:
             share *= 1 - min(sum(block.axes[name].work for name in cut.axes), 1.0) * (1 - part)
         if how == "sum" and own > 1:  # one after another, each again for its backward pass
@@ -484,7 +484,7 @@ def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     if task.kind == "F":
         return forward
     backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
-    backward += block.accumulate * params
+    backward += block.accumulate * params / max(block.parameters, 1)
     again = forward if task.kind == "B" and (plan.recomputed[task.block] or turns) else 0.0
     if not plan.split[task.block]:
         return again + backward

@@ -175,7 +175,7 @@ def test_what_is_beside_a_cut_is_computed_by_all_ranks() -> None:
     axes = {**block.axes, "heads": block.axes["heads"].model_copy(update={"work": 0.75})}
     profile = chain([block.model_copy(update={"axes": axes, "output": 0})])
     proved = prove(hybrid(profile, 2, tensor=2, micro_batches=2))
-    sums = 2 * 2 * 2 * ROUND
+    sums = 2 * ((1 << 18) / RATE + 2 * ROUND)
     expected = (0.1 + 0.2) * (0.25 + 0.75 / 2) + 2 * 0.04 * 0.75 + sums
     assert foretell(proved, costs_of(2), overhead=0.0).step_s == pytest.approx(expected, rel=1e-6)
 

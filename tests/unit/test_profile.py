@@ -456,7 +456,7 @@ def test_changed_files_are_refused_with_line_and_key(saved: tuple[Profile, Path]
         with pytest.raises(ConfigError, match=r"^\S*changed\.json:1: ") as error:
             Profile.load(changed)
         assert place in str(error.value), (key, value)
-    for key in block.keys() - {"detached"}:  # older files have none
+    for key in block.keys() - {"detached", "past", "accumulate"}:  # older files have none
         changed.write_text(json.dumps({**whole, "blocks": [{k: v for k, v in block.items() if k != key}]}))
         with pytest.raises(ConfigError, match=rf"blocks\[0\]\.{key}: missing field"):
             Profile.load(changed)

@@ -42,9 +42,9 @@ class Nested(Residual):
         return y
 
 
-def vocabulary() -> nn.Module:
+def vocabulary(block: type[nn.Module] = Residual) -> nn.Module:
     torch.manual_seed(1)
-    blocks = [Residual() for _ in range(5)]
+    blocks = [block() for _ in range(5)]
     return nn.Sequential(nn.Embedding(WORDS, 6), *blocks, nn.Linear(6, WORDS)).double()
 
 
@@ -106,7 +106,9 @@ def trained() -> dict[str, float]:
             plan_of = partial(named, "interlaced", ranks=ranks, micro_batches=micro)
             found[f"interlaced {micro}"] = difference(vocabulary, words(), plan_of, of_words)
         plan_of = partial(named, "sequence_parallel", ranks=ranks)
-        found["rows of words in a sequence"] = difference(vocabulary, words(), plan_of, of_words)
+        found["rows of words in a sequence"] = difference(
+            partial(vocabulary, Nested), words(), plan_of, of_words
+        )
         plan_of = partial(named, "three_f_one_b", ranks=ranks, micro_batches=2)
         nested = partial(difference, lambda: Recycled(Nested).double(), features())
         found["nested"] = nested(plan_of, functional.mse_loss)

@@ -134,7 +134,7 @@ def _made(name: str) -> dict[str, tuple[str, dict[str, Any]]]:
     return {f"{name}, {count} micro-batches": (name, {"micro_batches": count}) for count in (1, 2, 4)}
 
 
-_OTHERS: Final = {name: (name, {}) for name in OTHERS}
+_OTHERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {name: (name, {}) for name in OTHERS}
 CASES: Final[dict[str, Case]] = {
     "terapipe, one sequence": _slices(1),
     "terapipe, two sequences": _slices(2),

@@ -71,10 +71,11 @@ class _Begin(nn.Module):
         self.bytes, self.positions = model.bytes, getattr(model, "positions", None)
 
     def forward(self, windows: Tensor) -> Tensor:
-        x: Tensor = self.bytes(windows[:, :-1])
+        x = self.bytes(windows[:, :-1])
         if self.positions is None:
             return functional.pad(x, (0, 1))
-        return x + self.positions.weight[: x.shape[1]]
+        placed: Tensor = x + self.positions.weight[: x.shape[1]]
+        return placed
 
 
 class _OneOutput(nn.Module):
@@ -322,7 +323,7 @@ def _passes(
     return step
 
 
-def _sharded(mesh: Any, work: Workload, whole: nn.Module) -> nn.Module:
+def _sharded(mesh: Any, work: Workload, whole: nn.Module) -> Any:
     for layer in work.layers(whole.model):
         fully_shard(layer, mesh=mesh)
     return fully_shard(whole, mesh=mesh)

@@ -136,7 +136,7 @@ class MeasuredPass:
     def _add(self, axes: Sequence[str], more: AxisSizes) -> None:
         found = self.by_axis[len(self._marks) - 1]
         for axis in axes:
-            found[axis] = AxisSizes(*map(sum, zip(found[axis], more, strict=True)))
+            found[axis] = AxisSizes._make(map(sum, zip(found[axis], more, strict=True)))
 
     def _keep(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)

@@ -33,7 +33,7 @@ class Axis(StrictModel):
     - `exchange`: elements go to the parts that they choose, and back (all_to_all).
 
     Of what a cut of parameters divides: bytes of activations that are `saved`, of `params`, and of its
-    `input`.
+    `input`; and the share of its `work` in the time of the block, of which the rest is on all ranks.
     """
 
     dims: tuple[Annotated[int, Field(ge=0, lt=64)], ...]
@@ -42,6 +42,7 @@ class Axis(StrictModel):
     saved: Bytes = 0
     params: Bytes = 0
     input: Bytes = 0
+    work: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
 class ModelBlock(StrictModel):
@@ -56,6 +57,8 @@ class ModelBlock(StrictModel):
     parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
     of the batch. `random`: it draws random numbers. `transient`: bytes that a pass needs beyond those.
     `through`: bytes of the outputs of modules with parameters. `detached`: its output needs no gradient.
+    `past`: bytes that slices of a sequence leave to later ones, of all together. `accumulate`: seconds to add
+    its gradients to those of other micro-batches.
     """
 
     name: str
@@ -80,6 +83,8 @@ class ModelBlock(StrictModel):
     reads_batch: bool
     random: bool
     detached: bool = False
+    past: Bytes = 0
+    accumulate: Seconds = 0.0
 
     @property
     def parameters(self) -> int:
@@ -96,7 +101,8 @@ class Profile(StrictModel):
     """Blocks of a model in the order of the forward pass; see `mcr.profile`.
 
     `model`: hash of the trained parameters' names, shapes and dtypes. `input`: shape of the first block's
-    input. `state_of`: class of the optimizer. `unused`: parameters that no block uses. `sliced`: the model
+    input. `state_of`: class of the optimizer. `unused`: parameters that no block uses. `turn`: seconds that
+    both passes of a part take beyond its computation, if its rank runs several in turn. `sliced`: the model
     can run slices of its sequences in turn.
     """
 
@@ -106,6 +112,7 @@ class Profile(StrictModel):
     input: tuple[_Length, ...]
     state_of: str | None
     unused: tuple[str, ...]
+    turn: Seconds = 0.0
     sliced: bool = False
     blocks: tuple[ModelBlock, ...] = Field(min_length=1)
 

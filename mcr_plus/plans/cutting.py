@@ -125,7 +125,10 @@ class CutModule(nn.Module):
             return self._left(self._rows(*args, **kwargs))
         sums: list[Any] = []
         for number in range(len(self.units)):
-            output, spec = tree_flatten(checkpoint(self._part, number, *args, use_reentrant=False, **kwargs))
+            made = checkpoint(
+                self._part, number, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+            )
+            output, spec = tree_flatten(made)
             first = next(i for i, leaf in enumerate(output) if isinstance(leaf, Tensor))
             if sums:
                 output[first] = sums[first] + output[first]

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from statistics import median
+from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,12 +19,13 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.plans.whole import WholeModel, nbytes_of, storage_key, tensors_in
 
 
-class AxisBytes(NamedTuple):
-    """Bytes that a cut of parameters divides, and those of the input of what it cuts."""
+class AxisSizes(NamedTuple):
+    """Bytes and seconds that a cut of parameters divides, and bytes of the input of what it cuts."""
 
     saved: int = 0
     params: int = 0
     input: int = 0
+    seconds: float = 0.0
 
 
 class Boundary(NamedTuple):
@@ -49,9 +52,9 @@ class MeasuredPass:
         self._axes = axes or _NO_AXES
         count = len(begins)
         self.saved, self.saved_before, self.transient, self.through = ([0] * count for _ in range(4))
-        self.by_axis = [defaultdict[str, AxisBytes](AxisBytes) for _ in begins]
+        self.by_axis = [defaultdict[str, AxisSizes](AxisSizes) for _ in begins]
         self._keepers = {storage_key(own): -1 for own in (*whole.parameters(), *whole.buffers())}
-        self._inside: list[tuple[nn.Module, Sequence[str], set[tuple[int, int]]]] = []
+        self._inside: list[tuple[nn.Module, Sequence[str], set[tuple[int, int]], float]] = []
         self._live: LiveBytes | None = None
         with ExitStack() as stack:
             if axes is not None:
@@ -72,7 +75,9 @@ class MeasuredPass:
         given = torch.autograd.grad(result, trained, torch.ones_like(result), allow_unused=True)
         end = whole.now()
         self._mark_backward(0)
-        self.gradients = {param: each for param, each in zip(trained, given, strict=True) if each is not None}
+        found = {param: each for param, each in zip(trained, given, strict=True) if each is not None}
+        # Those of timed passes go: the next pass would find other memory, which is slower at first.
+        self.gradients = found if self._live else {}
         ready = [*(self._ready.get(index, end) for index in range(count)), begin]
         # Hooks of one tensor, which a block has handed through, run in the order of the blocks.
         self.backward = [max(late - early, 0.0) for late, early in pairwise(ready)]
@@ -101,16 +106,19 @@ class MeasuredPass:
             if cut is not None and needs_gradient:
                 tensors[cut].register_hook(lambda _: self._on_ready(index))
             self._mark_forward()
-        axes = self._axes(module) if self._live and not self._inside else ()
+        axes = self._axes(module) if not self._inside else ()
         if axes:
-            self._inside.append((module, axes, {storage_key(tensor) for tensor in tensors}))
+            self._inside.append((module, axes, set(map(storage_key, tensors)), self._whole.now()))
+        if axes and self._live:
             params = sum(map(nbytes_of, module.parameters()))
             given = nbytes_of(tensors[0]) if tensors else 0
-            self._add(axes, AxisBytes(0, params, given))
+            self._add(axes, AxisSizes(0, params, given))
 
     def _leave(self, module: nn.Module, _: Any, __: Any, outputs: Any) -> None:
         if self._inside and self._inside[-1][0] is module:
-            self._inside.pop()
+            _, axes, _, began = self._inside.pop()
+            if not self._live:  # the pass without a graph
+                self._add(axes, AxisSizes(seconds=self._whole.now() - began))
         if self._live and next(module.parameters(recurse=False), None) is not None:
             self.through[len(self._marks) - 1] += sum(map(nbytes_of, tensors_in(outputs)))
 
@@ -125,10 +133,10 @@ class MeasuredPass:
         self._ready[index] = self._whole.now()
         self._mark_backward(index)
 
-    def _add(self, axes: Sequence[str], more: AxisBytes) -> None:
+    def _add(self, axes: Sequence[str], more: AxisSizes) -> None:
         found = self.by_axis[len(self._marks) - 1]
         for axis in axes:
-            found[axis] = AxisBytes(*map(sum, zip(found[axis], more, strict=True)))
+            found[axis] = AxisSizes._make(map(sum, zip(found[axis], more, strict=True)))
 
     def _keep(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
@@ -137,7 +145,7 @@ class MeasuredPass:
             (self.saved if keeper is None else self.saved_before)[index] += key[1]
             self._keepers[key] = index
             if keeper is None and self._inside and key not in self._inside[-1][2]:
-                self._add(self._inside[-1][1], AxisBytes(key[1]))
+                self._add(self._inside[-1][1], AxisSizes(key[1]))
         return tensor
 
 
@@ -157,3 +165,51 @@ def state_bytes(optimizer: torch.optim.Optimizer, gradients: Mapping[Any, Tensor
                 state = twin.state[like]
             sizes[param] = sum(map(nbytes_of, tensors_in(state)))
     return sizes
+
+
+def add_seconds(whole: WholeModel, gradient: Tensor) -> float:
+    """Return the seconds to add a gradient to another one, as autograd does it beside the pass measured."""
+    into = torch.zeros_like(gradient).add_(gradient)
+    begin = whole.now()
+    into.add_(gradient)
+    return whole.now() - begin
+
+
+def past_bytes(whole: WholeModel) -> dict[Any, int]:
+    """Return the bytes that modules leave to later slices of a sequence, of all of it; by module."""
+    found: dict[Any, int] = {}
+
+    def leave(module: Any, args: Any, _: Any, __: Any) -> None:
+        if hasattr(module, "forward_slice"):
+            found[module] = sum(map(nbytes_of, tensors_in(module.forward_slice(*args, [])[1])))
+
+    if any(hasattr(module, "forward_slice") for module in whole.modules()):
+        with torch.no_grad():
+            whole.run(lambda *_: None, leave)
+    return found
+
+
+class _Smallest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+def turn_seconds(repeats: int = 20) -> float:
+    """Return the seconds of both passes of a part in turn with others that computes almost nothing."""
+    from mcr_plus.plans.cutting import CutModule  # which asks the profile how modules are cut
+
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    module = CutModule(_Smallest(), "hidden", 2, [(0, 1), (1, 2)], same, same)
+    x, times = torch.ones(1, 2, requires_grad=True), list[float]()
+    for _ in range(repeats):
+        begin = perf_counter()
+        module(x).sum().backward()
+        times.append(perf_counter() - begin)
+    return median(times) / 2

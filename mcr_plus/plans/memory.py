@@ -134,6 +134,9 @@ class RankMemory:
         for cut in plan.cuts[index]:  # what is cut outside is gathered inside
             inputs = sum(block.axes[name].input for name in cut.axes) if cut.outside else 0
             kept += inputs * (cut.parts - 1)
+        if task.slice:  # what earlier slices have left, and this one, in one tensor
+            begin, end = plan.slice_ends[task.slice - 1 : task.slice + 1]
+            kept += block.past * end / (end - begin)
         kept *= share
         if self._leaves(task):
             kept += self.end_bytes(index + 1, task, "output")

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.plans.blocks import Profile
@@ -34,9 +34,10 @@ class _OnMeta(TorchFunctionMode):
 
     in_use = False
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[Any, Any]) -> None:
         super().__init__()
         self.computed: list[Tensor] = []
+        self.known, self.count = known, 0
         self.input: Tensor | None = None
         self.is_used = False
 
@@ -57,8 +58,27 @@ class _OnMeta(TorchFunctionMode):
         if self.computed:
             given = tree_map(self._input_of, given)
         elif any(tensor.is_meta or isinstance(tensor, nn.Parameter) for tensor in tensors_in(given)):
-            given = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, given)
+            return self._on_meta(func, given)
         return func(*given[0], **given[1])
+
+    def _on_meta(self, func: Any, given: Any) -> Any:
+        """Return the result on the meta device; only the first pass computes it, which may take long."""
+        self.count += 1  # results of several calls are several tensors
+        key = self.count, func, *map(_likeness, tree_leaves(given))
+        try:
+            known = key in self.known
+        except TypeError:  # of something without a hash
+            known, key = False, (self.count,)
+        if not known:
+            given = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, given)
+            self.known[key] = func(*given[0], **given[1])
+        return self.known[key]
+
+
+def _likeness(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.is_meta
+    return type(leaf), repr(leaf) if isinstance(leaf, slice) else leaf
 
 
 class ModelPart:
@@ -79,6 +99,7 @@ class ModelPart:
         self._range, self._stop = range(0), len(self._names)
         self._prefix: _OnMeta | None = None
         self._is_used_later: dict[range, bool] = {}
+        self._known: dict[Any, Any] = {}  # results of functions before the blocks of a pass
         self._calls: dict[nn.Module, int] = {}
         modules = {name.removeprefix("model."): module for name, module in self.whole.named_modules()}
         self._starts: dict[nn.Module, dict[int, int]] = {}
@@ -110,7 +131,7 @@ class ModelPart:
         self.whole.take(batch)
         self._has_begun = not blocks.start
         if blocks.start:
-            self._prefix = _OnMeta()
+            self._prefix = _OnMeta(self._known)
             self._prefix.input = x
             self._prefix.__enter__()  # type: ignore[no-untyped-call]
             _OnMeta.in_use = True

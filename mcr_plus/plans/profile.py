@@ -11,7 +11,6 @@ Long because what follows tensors, what cuts and what measures share its values.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,7 +28,15 @@ from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
-from mcr_plus.plans.measuring import AxisBytes, Boundary, MeasuredPass, state_bytes
+from mcr_plus.plans.measuring import (
+    AxisSizes,
+    Boundary,
+    MeasuredPass,
+    add_seconds,
+    past_bytes,
+    state_bytes,
+    turn_seconds,
+)  # fmt: skip
 from mcr_plus.plans.slices import can_slice
 from mcr_plus.plans.whole import LossFunction, WholeModel, nbytes_of, rows_of, tensors_in
 
@@ -277,7 +284,10 @@ def _bytes_of_leaves(calls: Sequence[_Call], rows: int | None) -> int:
     return sum(nbytes_of(param) for module in own for param in module.parameters(recurse=False))
 
 
-def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> dict[str, Axis]:
+def _axes(
+    segment: _Segment, output: _Value, sizes: Mapping[str, AxisSizes], seconds: float
+) -> dict[str, Axis]:
+    """Return the axes of a block, of which a pass without a graph has taken `seconds`."""
     # A function of a scalar is one of the whole batch's loss.
     calls = [call for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
     each = [_cuts(call) for call in calls]
@@ -294,8 +304,10 @@ def _axes(segment: _Segment, output: _Value, sizes: Mapping[str, AxisBytes]) -> 
             continue  # an output without dimensions is a loss
         try:
             count, how = ((), cut) if axis in _LONG else ((cut[0],), cut[1])
-            own = sizes[axis]._asdict() if axis in sizes else {}
-            if count and not own:
+            own: dict[str, Any] = sizes[axis]._asdict() if axis in sizes else {}
+            if own:
+                own["work"] = min(own.pop("seconds") / seconds, 1.0)
+            elif count:
                 params = _bytes_of_leaves(calls, count[0] if axis == "rows" else None)
                 own = {"params": params, "input": output.nbytes if how == "sum" else 0}
             parts = count or tuple(shape[dim] for dim in dims)
@@ -363,8 +375,9 @@ def profile(
         begins = [Boundary(segment.members[0].number, segment.members[0].cut) for segment in segments]
         first = MeasuredPass(whole, begins, _divided)
         passes = [MeasuredPass(whole, begins) for _ in range(count)]
+        past = past_bytes(whole)
         outputs = [*(segment.input for segment in segments[1:]), flow.result]
-        axes = [_axes(*each) for each in zip(segments, outputs, first.by_axis, strict=True)]
+        axes = [_axes(*each) for each in zip(segments, outputs, first.by_axis, first.recompute, strict=True)]
         items = segments[0].input.shape[0] if all("batch" in each for each in axes) else 0
         few = max(items // _FEW, 1)
         whole.take(rows_of(batch, items, 0, few))
@@ -375,19 +388,22 @@ def profile(
                 f"batch: the model fails with {few} of its {items} items: {short(str(error))}; tensors of "
                 f"{items} rows are taken for data of the items"
             ) from error
+        turn = turn_seconds()
+        added = {param: add_seconds(whole, each) for param, each in first.gradients.items()}
         states = state_bytes(optimizer, first.gradients) if optimizer is not None else {}
         _drop_wrong(whole, segments, axes)
         if items > 1 and not outputs[-1].shape and not flow.random and not _is_mean(whole, batch, items):
             del axes[-1]["batch"]
-    blocks, taken = [], Counter[str]()
+    blocks = []
     for index, (segment, output) in enumerate(zip(segments, outputs, strict=True)):
         own = [param for param, used in users.items() if used[:1] == [index]]
         begin = segment.times[0]
         data = [v for v in flow.values if v.origin == _BATCH and v.born < begin and v is not segment.input]
         name = " + ".join(dict.fromkeys(call.name for call in segment.members))
-        taken[name] += 1
+        first_call = segment.members[0]
+        count = sum(call.module is first_call.module for call in flow.calls[: first_call.number + 1])
         blocks.append(ModelBlock(
-            name=name if taken[name] == 1 else f"{name} ({taken[name]})",
+            name=name if count == 1 else f"{name} ({count})",
             kind=" + ".join(dict.fromkeys(type(call.module).__name__ for call in segment.members)),
             forward=median(each.forward[index] for each in passes),
             backward=median(each.backward[index] for each in passes),
@@ -407,6 +423,8 @@ def profile(
             reads_batch=index > 0 and any(time in segment.times for v in data for time, _ in v.uses),
             random=any(time in segment.times for time in flow.random),
             detached=not first.needs_gradient.get(index, True),
+            accumulate=sum(added.get(param, 0.0) for param in own),
+            past=sum(past.get(part, 0) for call in segment.members for part in call.module.modules()),
         ))  # fmt: skip
     trained = (
         (name, p.shape, dtype_name(p.dtype)) for name, p in model.named_parameters() if p.requires_grad
@@ -414,8 +432,8 @@ def profile(
     return Profile(
         version=VERSION, model=model_hash(trained), device=whole.device.type, input=segments[0].input.shape,
         state_of=None if optimizer is None else type(optimizer).__name__,
-        unused=tuple(names[param] for param, used in users.items() if not used), blocks=tuple(blocks),
-        sliced=can_slice(model, blocks),
+        unused=tuple(names[param] for param, used in users.items() if not used), turn=turn,
+        sliced=can_slice(model, blocks), blocks=tuple(blocks),
     )  # fmt: skip
 
 

@@ -450,29 +450,46 @@ def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = T
     `outside`: count also cuts that divide input and output.
     """
     share = 1.0
-    at = np.argwhere(plan.places[block] == rank)
-    for axis, cut in enumerate(plan.cuts[block]):
+    for cut, own in _own_parts(plan, block, rank):
         if plan.how(block, cut) not in (*ALONG_DATA, "replicas") and (outside or cut.outside is None):
-            share *= len(np.unique(at[:, 2 + axis])) / cut.parts
+            share *= own / cut.parts
     return share
 
 
-def runs_in_turn(plan: ModelPlan, block: int, rank: int) -> bool:
-    """Return whether a rank runs parts of a sum one after another, each again for its backward pass."""
+def _own_parts(plan: ModelPlan, block: int, rank: int) -> list[tuple[BlockCut, int]]:
+    """Return the cuts of a block, and the number of parts along each that a rank has."""
+    if not plan.cuts[block]:
+        return []
     at = np.argwhere(plan.places[block] == rank)
-    return any(
-        len(np.unique(at[:, 2 + axis])) > 1
-        for axis, cut in enumerate(plan.cuts[block]) if plan.how(block, cut) == "sum"
-    )  # fmt: skip
+    return [(cut, len(np.unique(at[:, 2 + axis]))) for axis, cut in enumerate(plan.cuts[block])]
 
 
 def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
-    """Return the seconds of a rank's parts of a task, in proportion to their sizes."""
-    block, share = plan.blocks[task.block], work_share(plan, tensors, task, rank)
+    """Return the seconds of a rank's parts of a task.
+
+    In proportion to their sizes; what is beside the modules that a cut of parameters divides, all ranks
+    compute.
+    """
+    block, share = plan.blocks[task.block], tensors.share(task.block, task.micro, task.slice, rank)
+    params, turns = float(block.parameters), 0
+    for cut, own in _own_parts(plan, task.block, rank):
+        how, part = plan.how(task.block, cut), own / cut.parts
+        if how in (*ALONG_DATA, "replicas"):
+            continue
+        params -= sum(block.axes[name].params for name in cut.axes) * (1 - part)
+        if cut.outside is None:
+            share *= 1 - min(sum(block.axes[name].work for name in cut.axes), 1.0) * (1 - part)
+        if how == "sum" and own > 1:  # one after another, each again for its backward pass
+            turns += own * len(cut.axes)
     forward = block.forward_fixed + (block.forward - block.forward_fixed) * share
+    forward += turns * plan.profile.turn / 2
     if task.kind == "F":
         return forward
     backward = block.backward_fixed + (block.backward - block.backward_fixed) * share
-    is_again = plan.recomputed[task.block] or runs_in_turn(plan, task.block, rank)
-    again = forward if task.kind == "B" and is_again else 0.0
-    return again + (backward / 2 if plan.split[task.block] else backward)
+    backward += block.accumulate * params / max(block.parameters, 1)
+    again = forward if task.kind == "B" and (plan.recomputed[task.block] or turns) else 0.0
+    if not plan.split[task.block]:
+        return again + backward
+    if all(rank in places for places in plan.places[: task.block]):  # no gradient goes further back
+        return again if task.kind == "B" else backward
+    return again + backward / 2

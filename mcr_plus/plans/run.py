@@ -184,6 +184,8 @@ class ParallelModel:
                 how = plan.how(block, cut)
                 if how == "gather":
                     raise Unsupported(f"{one.name}: cut along {cut.axes[0]} ({how}); not executed yet")
+                if cut.outside and "rows" in cut.axes:
+                    raise Unsupported(f"{one.name}: cut along rows; expected it without data `outside`")
                 alone = [axis for axis in cut.axes if one.axes[axis].how == "exchange" and not cut.outside]
                 if alone:
                     raise Unsupported(f"{one.name}: cut along {alone[0]}; expected it with data `outside`")

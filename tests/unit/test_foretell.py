@@ -10,12 +10,15 @@ from plan_blocks import ITEMS, chain, cluster, layer
 
 from mcr_plus.bucketing.network import simulate
 from mcr_plus.bucketing.programs import BucketPlan
-from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
+from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, Measured
 from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Role
 from mcr_plus.bucketing.topology import Topology
-from mcr_plus.plans.foretell import as_step, foretell
-from mcr_plus.plans.named import hybrid, schedule_steps
+from mcr_plus.errors import Unsupported
+from mcr_plus.plans.foretell import BestCosts, as_step, foretell
+from mcr_plus.plans.named import co_shard, hybrid, schedule_steps
 from mcr_plus.plans.proof import prove
+from mcr_plus.tables.cost import TimeCurve
+from mcr_plus.tables.scaling import Placement
 
 MIB = 1 << 20
 RATE = 1e9  # bytes per second of each rank
@@ -164,6 +167,33 @@ def test_uneven_parts_of_a_sequence_are_foretold() -> None:
     least = sum(3 * block.forward for block in blocks) / 2
     found = foretell(proved, costs_of(2), overhead=0.0).step_s
     assert least + whole / 2 < found < 2 * least + 2 * whole
+
+
+def test_what_is_beside_a_cut_is_computed_by_all_ranks() -> None:
+    """A part of `work` is in the modules that are cut; gradients of several micro-batches add up, too."""
+    block = layer(0, forward=0.1, accumulate=0.04)
+    axes = {**block.axes, "heads": block.axes["heads"].model_copy(update={"work": 0.75})}
+    profile = chain([block.model_copy(update={"axes": axes, "output": 0})])
+    proved = prove(hybrid(profile, 2, tensor=2, micro_batches=2))
+    sums = 2 * ((1 << 18) / RATE + 2 * ROUND)
+    expected = (0.1 + 0.2) * (0.25 + 0.75 / 2) + 2 * 0.04 * 0.75 + sums
+    assert foretell(proved, costs_of(2), overhead=0.0).step_s == pytest.approx(expected, rel=1e-6)
+
+
+def test_parts_in_turn_take_longer() -> None:
+    profile = chain([layer(0, forward=0.1)]).model_copy(update={"turn": 0.02})
+    expected = 2 * (0.1 + 4 * 0.01) + 0.2
+    assert foretell(prove(co_shard(profile, 1)), costs_of(1)).step_s == pytest.approx(expected)
+
+
+def test_an_algorithm_that_was_measured_for_another_operation_is_no_error() -> None:
+    at, curve = Placement(2, 1, 2), TimeCurve.through({8: 100.0, 64 * MIB: 100.0})
+    measured = [Measured(kind, kind, at, curve) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    costs = ClusterCosts(measured, Topology.of({"nodes": 1, "ranks_per_node": 2}))
+    proved = prove(hybrid(chain([layer(0, forward=0.1)]), 2, data=2))
+    assert foretell(proved, costs, overhead=0.0).step_s == pytest.approx(0.15 + 100e-6)
+    with pytest.raises(Unsupported, match="broadcast"):
+        BestCosts(measured, costs.topology).of("broadcast", 8, (0, 1), CAPTURED)
 
 
 @pytest.mark.parametrize("outside", [None, "sequence"])

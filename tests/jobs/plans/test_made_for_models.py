@@ -29,9 +29,22 @@ class Residual(nn.Module):
         return x + y
 
 
-def vocabulary() -> nn.Module:
+class Nested(Residual):
+    """Its layers are a chain where only data goes around it: in the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(self.up, nn.Tanh(), self.down)
+        del self.up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+def vocabulary(block: type[nn.Module] = Residual) -> nn.Module:
     torch.manual_seed(1)
-    blocks = [Residual() for _ in range(5)]
+    blocks = [block() for _ in range(5)]
     return nn.Sequential(nn.Embedding(WORDS, 6), *blocks, nn.Linear(6, WORDS)).double()
 
 
@@ -58,10 +71,10 @@ class Placed(nn.Module):
 class Recycled(nn.Module):
     """Three passes, of which the last has gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[nn.Module] = Residual) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.blocks = nn.ModuleList(block() for _ in range(4))
         for param in self.blocks.parameters():
             param.mcr_shared = True  # type: ignore[attr-defined]
         self.head = nn.Linear(6, 2)
@@ -115,6 +128,13 @@ def trained() -> dict[str, float]:
         for name in ("interlaced", "tensor_parallel", "sequence_parallel"):
             plan_of = partial(named, name, ranks=ranks, micro_batches=2)
             found[f"placed, {name}"] = difference(lambda: Placed().double(), words(), plan_of, of_words)
+        plan_of = partial(named, "sequence_parallel", ranks=ranks)
+        found["rows of words in a sequence"] = difference(
+            partial(vocabulary, Nested), words(), plan_of, of_words
+        )
+        plan_of = partial(named, "three_f_one_b", ranks=ranks, micro_batches=2)
+        nested = partial(difference, lambda: Recycled(Nested).double(), features())
+        found["nested"] = nested(plan_of, functional.mse_loss)
         recycled = partial(difference, lambda: Recycled().double(), features(), loss=functional.mse_loss)
         for micro in (1, 4):
             plan_of = partial(named, "three_f_one_b", ranks=ranks, micro_batches=micro)
@@ -139,4 +159,4 @@ def trained() -> dict[str, float]:
 def test_they_train_as_one_process(ranks: int) -> None:
     for result in run_ranks(trained, ranks):
         assert {key: value for key, value in result.value.items() if not value < CLOSE} == {}
-        assert len(result.value) == 10 - 2 * (ranks == 4)
+        assert len(result.value) == 12 - 2 * (ranks == 4)

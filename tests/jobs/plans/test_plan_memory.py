@@ -17,7 +17,7 @@ from mcr_plus.plans.run import parallelize
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
-NAMES = ["data_parallel", "zero1", "tensor_parallel", "gpipe", "one_f_one_b", "zero_bubble"]
+NAMES = ["data_parallel", "zero1", "tensor_parallel", "gpipe", "one_f_one_b", "zero_bubble", "terapipe"]
 SHAPE = Shape(layers=6, hidden=96, heads=4, sequence=48)
 
 

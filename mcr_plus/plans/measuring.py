@@ -169,10 +169,12 @@ def state_bytes(optimizer: torch.optim.Optimizer, gradients: Mapping[Any, Tensor
 
 def add_seconds(whole: WholeModel, gradient: Tensor) -> float:
     """Return the seconds to add a gradient to another one, as autograd does it beside the pass measured."""
-    into = torch.zeros_like(gradient).add_(gradient)
-    begin = whole.now()
-    into.add_(gradient)
-    return whole.now() - begin
+    into, times = torch.zeros_like(gradient).add_(gradient), list[float]()
+    for _ in range(3):
+        begin = whole.now()
+        into.add_(gradient)
+        times.append(whole.now() - begin)
+    return median(times)
 
 
 def past_bytes(whole: WholeModel) -> dict[Any, int]:

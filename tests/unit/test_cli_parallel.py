@@ -99,6 +99,8 @@ def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
 
 
 def test_the_best_plan_for_torchs_engines_or_why_not(folder: Path) -> None:
+    alone = [layer(number, items=1) for number in range(2)]  # no batch to cut
+    chain(alone, items=1).save(folder / "profile.json")
     answer = plan(folder, "--ranks", 2, "--emit", folder / "torch.json")
     assert answer.returncode == 2
     assert "--emit: the best plan: model: expected the model" in answer.stderr

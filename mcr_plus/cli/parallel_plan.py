@@ -10,8 +10,11 @@ import typer
 from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mcr_plus.bucketing.topology import Topology
     from mcr_plus.config.schema import Config
+    from mcr_plus.plans.codecs import CodecChoice
     from mcr_plus.plans.search import FoundModelPlan, SearchResult
 
 
@@ -24,9 +27,8 @@ def plan_parallel(
     from mcr_plus.bucketing.topology import Topology
     from mcr_plus.config.reader import load
     from mcr_plus.core.units import parse_size
-    from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
+    from mcr_plus.errors import InvalidArgument, Unsupported
     from mcr_plus.plans.blocks import Profile
-    from mcr_plus.plans.codecs import parse_codec
     from mcr_plus.plans.foretell import cluster_costs
     from mcr_plus.plans.search import search
 
@@ -40,16 +42,16 @@ def plan_parallel(
         most = None if memory is None else parse_size(memory)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--memory") from None
+    allowed = _codecs(codecs or ())
     pipeline = load({"version": 1} if config is None else config)
     ranks = ranks or cluster.ranks
     origin = f"{ranks} ranks, costs from {_origin(cluster, topology, ranks, pipeline)}"
     try:
         costs = cluster_costs(cluster, pipeline)
-        allowed = [parse_codec(each) for each in codecs or ()]
         result = search(Profile.load(profile), ranks, costs, memory=most, codecs=allowed)
     except Unsupported as error:  # an operation without a cost
         raise typer.BadParameter(f"{error} ({origin})") from None
-    except (InvalidArgument, ConfigError) as error:
+    except InvalidArgument as error:
         raise typer.BadParameter(str(error)) from None
     written = _write(result.plans[0], output, emitted, report)
     if as_json:
@@ -59,6 +61,16 @@ def plan_parallel(
     _print(result)
     for path, what in written:
         print_written(path, what)
+
+
+def _codecs(texts: Sequence[str]) -> list[CodecChoice]:
+    from mcr_plus.errors import ConfigError
+    from mcr_plus.plans.codecs import parse_codec
+
+    try:
+        return [parse_codec(each) for each in texts]
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--codec") from None
 
 
 def _write(

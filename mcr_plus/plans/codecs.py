@@ -74,9 +74,9 @@ def transfer_codec(choice: CodecChoice, dtype: str) -> TransferCodec:
 @cache
 def _measured(compress: str | tuple[tuple[str, object], ...], dtype: str) -> TransferCodec:
     codec = payload_codec(thawed(compress) if isinstance(compress, tuple) else compress, dtype)
-    values = torch.linspace(-1.0, 1.0, _VALUES, dtype=getattr(torch, dtype))
+    values = torch.linspace(-1.0, 1.0, _VALUES, dtype=getattr(torch, dtype), device="cpu")
     prepare(codec, values.dtype)
-    wire = torch.empty(codec.wire_numel(_VALUES), dtype=codec.wire_dtype)
+    wire = torch.empty(codec.wire_numel(_VALUES), dtype=codec.wire_dtype, device="cpu")
     seconds = (_seconds(lambda: codec.encode(values, wire)), _seconds(lambda: codec.decode(wire, values)))
     return TransferCodec(codec, values.itemsize, *seconds)
 

@@ -64,7 +64,7 @@ def _measured(comm: Communicator, pair: Sequence[int]) -> tuple[float, float]:
         nbytes, seconds = 1 << 16, 0.0
         while seconds < _LONG and nbytes < _MOST:
             nbytes *= 2
-            agreed = torch.tensor(_turn(comm, peer, nbytes, first=first))
+            agreed = torch.tensor(_turn(comm, peer, nbytes, first=first), device="cpu")
             (comm.send if first else comm.recv)(agreed, peer)
             seconds = agreed.item()
         # A difference, because a link may take a first burst at once.
@@ -76,7 +76,7 @@ def _measured(comm: Communicator, pair: Sequence[int]) -> tuple[float, float]:
 
 def _turn(comm: Communicator, peer: int, nbytes: int, *, first: bool) -> float:
     """Send so many bytes to the peer and get an answer; return the seconds, on the first of the two."""
-    data, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    data, answer = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (nbytes, 8))
     begin = perf_counter()
     if first:
         comm.send(data, peer)

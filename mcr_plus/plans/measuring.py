@@ -194,7 +194,7 @@ def past_bytes(whole: WholeModel) -> dict[Any, int]:
 class _Smallest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.up, self.down = nn.Linear(2, 2, device="cpu"), nn.Linear(2, 1, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(self.up(x))
@@ -209,7 +209,7 @@ def turn_seconds(repeats: int = 20) -> float:
         return x
 
     module = CutModule(_Smallest(), "hidden", 2, [(0, 1), (1, 2)], same, same)
-    x, times = torch.ones(1, 2, requires_grad=True), list[float]()
+    x, times = torch.ones(1, 2, requires_grad=True, device="cpu"), list[float]()
     for _ in range(repeats):
         begin = perf_counter()
         module(x).sum().backward()

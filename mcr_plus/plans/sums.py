@@ -239,7 +239,7 @@ def clip_grad_norm_(parallel: ParallelModel, max_norm: float) -> Tensor:
         parallel.copies = {
             id(params[name]): sum(o.get(name) == own for o in theirs) for name, own in mine.items()
         }
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for bucket in parallel.buckets:
         flat, times = bucket.gradients, 1
         if bucket.comm is not None and bucket.held != "whole":  # elsewhere it has addends

@@ -5,7 +5,8 @@
 A transformer in three stages on three hosts (network namespaces), whose links carry 10, 100 and 1000 Mbit/s,
 trained from the same start without codecs, with each codec on all links, and with codecs that
 `choose_codecs` picks for each link out of several. All messages go over gloo. The ways take turns step by
-step, on the same batches. *Loss* is the mean of the last quarter of the steps, beside that without codecs.
+step, on the same batches. *Loss* is the mean of the last quarter of the steps, beside that without codecs;
+at this place of the training it differs by several per cent for any rounding.
 The report goes to benchmarks/results/plan-links_<hardware>_<yyyymm>.md.
 """
 

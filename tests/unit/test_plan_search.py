@@ -121,8 +121,8 @@ def compare(draw: random.Random) -> bool:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_choice_beats_the_one_found(seed: int) -> None:
     draw = random.Random(seed)
-    fits = [compare(draw) for _ in range(50)]
-    assert 5 < sum(fits) < 45
+    fits = [compare(draw) for _ in range(25)]
+    assert 5 < sum(fits) < 25
 
 
 @pytest.mark.long

@@ -201,8 +201,8 @@ class Topology(_ClusterPart):
         racks = [0 if self.links.rack is None else node // self.links.rack.nodes for node in nodes]
         nic, slowest = self.links.nic, None
         if nic is not None and nic.rates and len(set(nodes)) > 1:
-            slowest = min(map(nic.rate_of, nodes))
-            slowest = None if slowest == nic.rate else slowest
+            own = set(map(nic.rate_of, nodes))
+            slowest = None if own == {nic.rate} else min(own)
         return Placement(len(group), len(set(nodes)), _most(nodes), len(set(racks)), _most(racks), slowest)
 
     def of_slowest(self, rate: float) -> Topology:

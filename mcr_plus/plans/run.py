@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any, cast
@@ -18,8 +18,10 @@ from mcr_plus.bucketing.step import model_hash
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.job.init import get_rank, get_world_size, world
+from mcr_plus.layout.plan import nodes_of
 from mcr_plus.layout.redistribute import redistribute
 from mcr_plus.plans import checkpoint, sums
+from mcr_plus.plans.codecs import can_encode, is_fed_back
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.joining import joined_blocks
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan
@@ -178,6 +180,14 @@ class ParallelModel:
         drops = [name for name, m in modules if "Dropout" in type(m).__name__ and getattr(m, "p", False)]
         if self.module.training and drops and not any(block.random for block in plan.blocks):
             raise Unsupported(f"{drops[0]}: it draws random numbers in training, unlike in the profile")
+        for each in self.proved.transfers if plan.codecs else ():
+            codec = plan.codecs.get(each.tensor)
+            if codec and not can_encode(codec, each.made, each.needed, nodes_of(world())):
+                name, what = plan.blocks[each.tensor - 1].name, "gradient" if each.gradient else "output"
+                raise Unsupported(
+                    f"{name}: codec {codec!r}: replicas of its {what} would differ, or it goes to ranks "
+                    "by a collective without feedback"
+                )
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]
             for cut in cuts:
@@ -468,7 +478,7 @@ class ParallelModel:
             self._sent.popleft()
         key = transfer[:4]
         x, codec, tag = self._made.pop(key, None), self.plan.codecs.get(transfer.tensor), transfer.tag
-        if isinstance(codec, Mapping) and "error_feedback" in codec:
+        if is_fed_back(codec):
             tag = f"{tag}.{transfer.tensor}"  # residuals belong to a tag
         work = redistribute(
             x, transfer.made, transfer.needed, group=self._groups.transfers[transfer.ranks], async_op=True,

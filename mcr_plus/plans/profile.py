@@ -453,13 +453,20 @@ def _drop_wrong(whole: WholeModel, segments: Sequence[_Segment], axes: Sequence[
     for segment, own in zip(segments, axes, strict=True):
         for module in {module for call in segment.members for module in call.module.modules()} & calls.keys():
             for axis, (count, how) in inner_axes(module).items():
-                key = f"{axis} {module!r}"
+                key = f"{axis} {_likeness(module)}"
                 if how == "exchange":
                     right[key] = hasattr(module, "mcr_cut")
                 elif key not in right:
                     right[key] = count < 2 or adds_up(module, axis, *calls[module])
                 if not right[key]:
                     own.pop(axis, None)
+
+
+def _likeness(module: nn.Module) -> list[Any]:
+    """Return what tells a module from others: its code, and attributes such as a flag for a skip."""
+    common = vars(nn.Module())
+    own = [{k: v for k, v in vars(part).items() if k not in common} for part in module.modules()]
+    return [module, *map(type, module.modules()), own]
 
 
 def _is_mean(whole: WholeModel, batch: Any, items: int) -> bool:

@@ -445,6 +445,13 @@ def test_heads_are_cut_only_where_their_parts_add_up(dtype: torch.dtype) -> None
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("skips", [(0.0, 1.0), (1.0, 0.0)])
+def test_layers_that_differ_in_a_flag_alone_are_told_apart(skips: tuple[float, ...]) -> None:
+    model = nn.Sequential(*(Attention((1, 0), skip) for skip in skips))
+    blocks = profiled(model, torch.zeros(4, 5, 8)).blocks
+    assert ["heads" in block.axes for block in blocks[:2]] == [skip == 0.0 for skip in skips]
+
+
 # -- arguments, and the file --------------------------------------------------------------------------------
 
 

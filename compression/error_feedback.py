@@ -103,7 +103,8 @@ class ErrorFeedback(CompressorState):
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(tensors)
-        self._residual.copy_(rest.pop("residual"))
+        if self._residual.numel():  # of messages, none is saved
+            self._residual.copy_(rest.pop("residual"))
         self._summed, self._shard, shards = None, None, rest.pop("shard", None)
         if shards is not None:  # residuals of sums: every rank adds its share to its next values
             self._residual.add_(shards.to(self._residual.device))

@@ -73,3 +73,14 @@ def test_the_own_part_is_the_values_and_what_was_left() -> None:
         total = torch.full((2,), torch.nan)
         state.begin_sum(torch.tensor([1.0, 2.0]), 0, total, 0.25)
         assert total.tolist() == ([0.75, 0.0] if step == 0 else [0.25, 0.5])
+
+
+def test_messages_have_no_residual_to_save_and_the_state_of_their_codec_fits() -> None:
+    how = {"codec": "bf16", "rounding": "stochastic"}
+    sent = ErrorFeedback(make(how), 0, torch.device("cpu"))
+    sent.encode_part(1, torch.ones(4), torch.empty(4, dtype=torch.bfloat16))
+    saved = {each.name: each.tensor for each in sent.tensors}
+    other = ErrorFeedback(make(how), 0, torch.device("cpu"))
+    other.restore(saved)
+    assert saved.keys() == {"step"}
+    assert [each.tensor.item() for each in other.tensors] == [1]

@@ -268,7 +268,12 @@ def _together(each: Sequence[_Cuts]) -> _Cuts:
             both[axis] = next((how for how in hows if how != "split"), "split")
     inner = [(axis, cut) for cuts in each for axis, cut in cuts.items() if axis not in _LONG]
     inner.sort(key=lambda pair: pair[1][0])  # of several embeddings, the largest is cut
-    return both | {axis: cut for axis, cut in inner if cut[1] in {"sum", "exchange"}}
+    for axis, cut in inner:
+        if cut[1] == "sum" and axis != "rows" and axis in both:
+            both[axis] = gcd(both[axis][0], cut[0]), "sum"  # a cut goes through all of them
+        elif cut[1] in {"sum", "exchange"}:
+            both[axis] = cut
+    return both
 
 
 def _divided(module: nn.Module) -> list[str]:

@@ -452,6 +452,28 @@ def test_layers_that_differ_in_a_flag_alone_are_told_apart(skips: tuple[float, .
     assert ["heads" in block.axes for block in blocks[:2]] == [skip == 0.0 for skip in skips]
 
 
+class Beside(nn.Module):
+    """Attention with other numbers of heads beside each other."""
+
+    def __init__(self, heads: Sequence[int]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Attention((1, 0), 0.0) for _ in heads)
+        for one, count in zip(self.each, heads, strict=True):
+            one.heads = count  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for one in self.each:
+            total = total + one(x)
+        return total
+
+
+@pytest.mark.parametrize(("heads", "units"), [((4, 8), 4), ((8, 2), 2), ((4, 4), 4)])
+def test_layers_that_are_cut_together_have_units_in_common(heads: Sequence[int], units: int) -> None:
+    block = profiled(nn.Sequential(nn.Linear(8, 8), Beside(heads)), torch.zeros(4, 5, 8)).blocks[1]
+    assert block.axes["heads"].parts == (units,)
+
+
 # -- arguments, and the file --------------------------------------------------------------------------------
 
 

@@ -369,7 +369,7 @@ class ParallelModel:
         if self._loss is not None and self.rank in firsts:
             loss += self._loss.cpu()
         if get_world_size() > 1:
-            world().all_reduce(loss, tag="plan.loss")
+            world().all_reduce(loss, tag="plan.loss", compress=False)
         return loss
 
     def _rows(self, graph: BlockGraph) -> Any:

@@ -94,6 +94,13 @@ def test_nodes_have_the_same_rates_however_they_are_written() -> None:
         assert one.placement(group).slowest == other.placement(group).slowest == 10e6 / 8
 
 
+def test_a_changed_rate_is_that_of_all_nodes() -> None:
+    nic = {"rate": "40Mbit/s", "rates": ["10Mbit/s"], "latency": "1us"}
+    changed = Topology.of({"nodes": 2, "links": {"nic": nic}}).changed(["nic=1Gbit/s"])
+    assert changed.placement([0, 1]).slowest is None
+    assert changed.rate("nic") == 1e9 / 8
+
+
 @pytest.mark.parametrize(("nodes", "found"), [(1, {}), (2, {2: "bf16"}), (4, {})])
 def test_replicas_get_codecs_only_where_these_keep_them_equal(nodes: int, found: dict[int, str]) -> None:
     """Between nodes of two ranks, each sends a half in a codec; these halves are then exchanged exactly."""

@@ -452,6 +452,36 @@ def test_layers_that_differ_in_a_flag_alone_are_told_apart(skips: tuple[float, .
     assert ["heads" in block.axes for block in blocks[:2]] == [skip == 0.0 for skip in skips]
 
 
+class Penal(nn.Module):
+    """An MLP that also returns a number, of its activations or of its input."""
+
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.of_input = of_input
+        self.up, self.act, self.down = nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.act(self.up(x))
+        return self.down(hidden), (x if self.of_input else hidden).square().mean()
+
+
+class Scaled(nn.Module):
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.mlp = Penal(of_input)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, factor = self.mlp(x)
+        return x + y * factor
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_layers_with_a_second_output_of_what_is_cut_are_not_cut(of_input: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(of_input))
+    block = profiled(model, torch.zeros(4, 5, 8)).blocks[1]
+    assert ("hidden" in block.axes) == of_input
+
+
 class Beside(nn.Module):
     """Attention with other numbers of heads beside each other."""
 

@@ -51,9 +51,12 @@ class ErrorFeedback(CompressorState):
 
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: D102
         residual = self._parts.get(index)
-        if residual is None or residual.numel() != values.numel():
-            residual = self._parts[index] = torch.zeros_like(values, dtype=torch.float32)
-        return self.codec.encode_rest(values, self._decay, residual, wire)
+        if residual is None or residual.numel() < values.numel():
+            longer = torch.zeros_like(values, dtype=torch.float32)
+            if residual is not None:  # micro-batches differ in rows
+                longer[: residual.numel()] = residual
+            residual = self._parts[index] = longer
+        return self.codec.encode_rest(values, self._decay, residual[: values.numel()], wire)
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
         part = (lo, lo + values.numel())

@@ -70,7 +70,7 @@ def _measured(comm: Communicator, pair: Sequence[int]) -> tuple[float, float]:
         while seconds < _LONG and nbytes < _MOST:
             nbytes *= 2
             agreed = torch.tensor(beyond(nbytes))
-            (comm.send if first else comm.recv)(agreed, peer)
+            (comm.send if first else comm.recv)(agreed, peer, compress=False)
             seconds = agreed.item()
         # A difference, because a link may take a first burst at once; it is at least the half.
         twice = beyond(2 * nbytes)

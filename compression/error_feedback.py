@@ -19,7 +19,7 @@ from mcr_plus.pipeline.state import StateTensor
 class ErrorFeedback(CompressorState):
     """Residuals of an operation's `numel` values, and of the sums of this rank's part.
 
-    Operations that move values keep a residual for each peer instead; it is not saved.
+    Operations that move values keep a residual for each peer and tag instead; it is not saved.
 
     `decay`: factor applied to residuals before use. `unit`: the number of ranks summed; saved residuals of
     sums are divided by it, so that another number of ranks can load them. A non-finite residual, caused by a
@@ -32,7 +32,7 @@ class ErrorFeedback(CompressorState):
         super().__init__(codec)
         self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
-        self._parts: dict[int, torch.Tensor] = {}  # residuals of messages by peer
+        self._parts: dict[int, torch.Tensor] = {}  # residuals of messages by channel
         self._shard: torch.Tensor | None = None
         self._summed: tuple[int, int] | None = None  # start and end of a part without residual
 

@@ -19,7 +19,7 @@ from mcr_plus.pipeline.state import StateTensor
 class ErrorFeedback(CompressorState):
     """Residuals of an operation's `numel` values, and of the sums of this rank's part.
 
-    Operations that move values keep a residual for each peer instead; it is not saved.
+    Operations that move values keep a residual for each peer and tag instead; it is not saved.
 
     `decay`: factor applied to residuals before use. `unit`: the number of ranks summed; saved residuals of
     sums are divided by it, so that another number of ranks can load them. A non-finite residual, caused by a
@@ -32,7 +32,7 @@ class ErrorFeedback(CompressorState):
         super().__init__(codec)
         self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
-        self._parts: dict[int, torch.Tensor] = {}  # residuals of messages by peer
+        self._parts: dict[int, torch.Tensor] = {}  # residuals of messages by channel
         self._shard: torch.Tensor | None = None
         self._summed: tuple[int, int] | None = None  # start and end of a part without residual
 
@@ -51,9 +51,12 @@ class ErrorFeedback(CompressorState):
 
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: D102
         residual = self._parts.get(index)
-        if residual is None or residual.numel() != values.numel():
-            residual = self._parts[index] = torch.zeros_like(values, dtype=torch.float32)
-        return self.codec.encode_rest(values, self._decay, residual, wire)
+        if residual is None or residual.numel() < values.numel():
+            longer = torch.zeros_like(values, dtype=torch.float32)
+            if residual is not None:  # micro-batches differ in rows
+                longer[: residual.numel()] = residual
+            residual = self._parts[index] = longer
+        return self.codec.encode_rest(values, self._decay, residual[: values.numel()], wire)
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
         part = (lo, lo + values.numel())
@@ -103,7 +106,8 @@ class ErrorFeedback(CompressorState):
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(tensors)
-        self._residual.copy_(rest.pop("residual"))
+        if self._residual.numel():  # of messages, none is saved
+            self._residual.copy_(rest.pop("residual"))
         self._summed, self._shard, shards = None, None, rest.pop("shard", None)
         if shards is not None:  # residuals of sums: every rank adds its share to its next values
             self._residual.add_(shards.to(self._residual.device))

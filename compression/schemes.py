@@ -93,6 +93,10 @@ class Scheme(ABC):
             rest["values"] = message.flows(self.rank)
         return self._pool.lease(torch.device(self.signature.device)), rest
 
+    def _channel(self, message: Message) -> int | None:
+        """Return a number of a message's peer and tag; None for collectives."""
+        return None if message.peer is None else message.match_tag * self.ranks + message.peer
+
     def following(self, message: Message, state: CompressorState) -> Work | None:
         """Return the work that must be complete before a call begins; None if the call may begin at once.
 
@@ -141,16 +145,16 @@ class NativeScheme(Scheme):
         spaces = {id(t): lease.tensor(t.numel(), dtype) for t in (*message.inputs, *message.outputs)}
         first = (*message.inputs, *message.outputs)[0]
         state = self.state(first, 0 if self.signature.is_p2p else first.numel())
-        earlier, peer = message.prepare, message.peer
+        earlier, channel = message.prepare, self._channel(message)
 
         def encode() -> None:
             if earlier is not None:
                 earlier()
             for tensor in message_inputs:
-                if peer is None:
+                if channel is None:
                     state.encode(tensor.view(-1), 0, spaces[id(tensor)], scale)
                 else:
-                    state.encode_part(peer, tensor.view(-1), spaces[id(tensor)])
+                    state.encode_part(channel, tensor.view(-1), spaces[id(tensor)])
 
         def decode() -> None:
             for tensor in message_outputs:
@@ -260,15 +264,14 @@ class RelayScheme(Scheme):
         targets, taken = _parts(message.outputs, message.output_counts, self._many(message.outputs))
         state = self.state((*message.inputs, *message.outputs)[0], 0)
 
-        own, refused = self._own, list[BackendError]()
+        own, refused, channel = self._own, list[BackendError](), self._channel(message)
         # The root's own part is not needed by other ranks, so it is copied without encoding.
         stays = own if self.keeps and collective(self.signature.kind).divides else None
 
         def write(index: int, wire: torch.Tensor) -> int:
             if index == stays:
                 return 0
-            part = index if message.peer is None else message.peer
-            return state.encode_part(part, sources[index], wire)
+            return state.encode_part(index if channel is None else channel, sources[index], wire)
 
         sent = self._exchange.send(
             write,

@@ -264,7 +264,7 @@ class CodecInstance:
         self._copies = copies
         self.restored: dict[str, torch.Tensor] = {}  # loaded tensors, until the first call
         self.resumed = False
-        self.calls = Counter[int | None]()  # by peer
+        self.calls = Counter[tuple[int | None, int]]()  # by peer and tag
         self._options = options
         self._state: CompressorState | None = None
         what = signature.replace(ranks=0, nbytes=None, backend=None, async_op=False, root_in_job=None)
@@ -379,8 +379,9 @@ def _after(calls: int, raw: Issue, compressed: Issue, instance: CodecInstance) -
     """Return an issue that uses `raw` for the first `calls` calls, then `compressed`."""
 
     def start(message: Message) -> Work:
-        if instance.calls[message.peer] < calls and not instance.resumed:
-            instance.calls[message.peer] += 1
+        channel = message.peer, message.match_tag
+        if instance.calls[channel] < calls and not instance.resumed:
+            instance.calls[channel] += 1
             return raw(message)
         return compressed(message)
 

@@ -53,7 +53,7 @@ class CompressorState:
         """End a call after its parts have been decoded; the state may then be dropped."""
 
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: ARG002
-        """Write the payload of sent part `index`, or to peer `index`; return its length in elements."""
+        """Write the payload of sent part `index`, or over channel `index`; return its length in elements."""
         return self.encode(values, 0, wire)
 
     def anchor_part(self, index: int, wire: torch.Tensor) -> int:

@@ -154,9 +154,9 @@ class Topology(_ClusterPart):
     def changed(self, changes: Sequence[str]) -> Topology:
         """Return the topology with changes: `nic=100Gbit/s`, `nic.latency=2us`, `rack.nodes=4`, `nodes=64`.
 
-        The name of a link sets the link's rate, and `uplink` the rate of racks. Only known links can be
-        changed, since the effect of a change depends on the present value. Raises `ConfigError` that begins
-        with the change.
+        The name of a link sets the link's rate, `nic` that of all nodes, and `uplink` the rate of racks. Only
+        known links can be changed, since the effect of a change depends on the present value. Raises
+        `ConfigError` that begins with the change.
         """
         found = self
         for change in changes:
@@ -175,6 +175,8 @@ class Topology(_ClusterPart):
             where = data
             for key in keys[:-1]:
                 where = where.setdefault(key, {})
+            if name == "nic":  # of all nodes
+                where.pop("rates", None)
             where[keys[-1]] = int(value) if value.isascii() and value.isdigit() else value
             found = Topology._of(dict_document(data, change))
         return found
@@ -201,8 +203,8 @@ class Topology(_ClusterPart):
         racks = [0 if self.links.rack is None else node // self.links.rack.nodes for node in nodes]
         nic, slowest = self.links.nic, None
         if nic is not None and nic.rates and len(set(nodes)) > 1:
-            slowest = min(map(nic.rate_of, nodes))
-            slowest = None if slowest == nic.rate else slowest
+            own = set(map(nic.rate_of, nodes))
+            slowest = None if own == {nic.rate} else min(own)
         return Placement(len(group), len(set(nodes)), _most(nodes), len(set(racks)), _most(racks), slowest)
 
     def of_slowest(self, rate: float) -> Topology:

@@ -44,7 +44,7 @@ def state_dict(parallel: ParallelModel, to: int = 0) -> dict[str, Tensor]:
     # All shards of ZeRO-3 are gathered at once: a checkpoint needs the memory of the rank's whole blocks.
     for bucket in parallel.buckets:
         if bucket.held == "parameters":
-            bucket.gather()
+            bucket.gather(exact=True)
     whole = _whole(parallel, parallel.parameters(), to)
     for bucket in parallel.buckets:
         bucket.drop()
@@ -194,7 +194,7 @@ def _whole(parallel: ParallelModel, local: Mapping[str, Tensor], to: int) -> dic
         name: _packed(params[name], value).reshape(specs[name][0].locals[parallel.rank])
         for name, value in local.items()
     }
-    found = redistribution(specs, tag="plan.checkpoint")(packed)
+    found = redistribution(specs, tag="plan.checkpoint", compress=False)(packed)
     return {name: value for name, value in found.items() if value is not None}
 
 

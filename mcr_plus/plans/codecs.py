@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from mcr_plus.compression.codec import PayloadCodec
@@ -16,7 +17,14 @@ from mcr_plus.compression.policy import options_from_call, refusal_of_any_shape
 from mcr_plus.compression.stage import prepare
 from mcr_plus.config.document import parse_document
 from mcr_plus.core.message import Signature, frozen, thawed
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.plan import keeps_replicas
+from mcr_plus.layout.program import programs
+from mcr_plus.layout.regions import Ints, as_ints
+
+if TYPE_CHECKING:
+    from mcr_plus.plans.proof import ProvedPlan
 
 _VALUES: Final = 1 << 18  # to measure a codec
 
@@ -64,6 +72,42 @@ def payload_codec(choice: CodecChoice, dtype: str) -> PayloadCodec:
         why = reason or "its payloads have no fixed size"
         raise InvalidArgument(f"codec {choice!r}, of a plan: {why}; expected one such as int8_block")
     return codec
+
+
+@lru_cache(maxsize=1024)
+def _lossy(made: Layout, needed: Layout, nodes: tuple[int, ...] | None) -> list[bool]:
+    hosts = None if nodes is None else as_ints(nodes)
+    if hosts is not None and len(np.unique(hosts[[*made.ranks, *needed.ranks]])) == 1:
+        hosts = None
+    found = programs(made, needed, 4, hosts)
+    return [each.native is None for each in found if keeps_replicas(each)]
+
+
+def can_encode(choice: CodecChoice, made: Layout, needed: Layout, nodes: Ints | None) -> bool:
+    """Return whether a transfer can use a codec: replicas must stay equal, and feedback needs messages.
+
+    `nodes`: of each rank of the job; None if there is one.
+    """
+    found = _lossy(made, needed, None if nodes is None else tuple(nodes.tolist()))
+    return all(found) and bool(found) if is_fed_back(choice) else bool(found)
+
+
+def check_codecs(proved: ProvedPlan, nodes: Ints | None) -> None:
+    """Raise `Unsupported` if a transfer cannot use the codec that a plan names; see `can_encode`."""
+    plan = proved.plan
+    for each in proved.transfers if plan.codecs else ():
+        codec = plan.codecs.get(each.tensor)
+        if codec and not can_encode(codec, each.made, each.needed, nodes):
+            name, what = plan.blocks[each.tensor - 1].name, "gradient" if each.gradient else "output"
+            raise Unsupported(
+                f"{name}: codec {codec!r}: replicas of its {what} would differ, or it goes to ranks by a "
+                "collective without feedback"
+            )
+
+
+def is_fed_back(choice: CodecChoice | None) -> bool:
+    """Return whether what a codec loses is added to the next values."""
+    return isinstance(choice, Mapping) and bool(choice.get("error_feedback"))
 
 
 def transfer_codec(choice: CodecChoice, dtype: str) -> TransferCodec:

@@ -253,13 +253,19 @@ def adds_up(module: nn.Module, axis: str, args: Any, kwargs: Any) -> bool:
         at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         leaves[at] = torch.randn_like(leaves[at])
         args, kwargs = tree_unflatten(leaves, spec)
-        whole = tensors_in(twin(*args, **kwargs))[0]
+        whole = tensors_in(twin(*args, **kwargs))
         halves = [(0, count // 2), (count // 2, count)]
         found = CutModule(twin, axis, count, halves, lambda x: x, lambda x: x)(*args, **kwargs)
-        close = max(torch.finfo(whole.dtype).eps ** 0.5, 1e-3) * whole.abs().max()
-        return bool((tensors_in(found)[0] - whole).abs().max() <= close)
+        # Of further outputs, such as a penalty on activations, each part would return its own.
+        pairs = zip(tensors_in(found), whole, strict=True)
+        return all(one.shape == other.shape and _are_close(one, other) for one, other in pairs)
     except Exception:  # its code does not run with parts, or they are none
         return False
+
+
+def _are_close(found: Tensor, expected: Tensor) -> bool:
+    close = max(torch.finfo(expected.dtype).eps ** 0.5, 1e-3) * expected.abs().max()
+    return bool((found - expected).abs().max() <= close)
 
 
 def _deal(module: Any, axis: str, count: int, parts: range, group: Communicator) -> None:

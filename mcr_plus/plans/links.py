@@ -61,15 +61,20 @@ def _measured(comm: Communicator, pair: Sequence[int]) -> tuple[float, float]:
         first = comm.rank == pair[0]
         peer = pair[first]
         short = min(_turn(comm, peer, 8, first=first) for _ in range(5))
+
+        def beyond(nbytes: int) -> float:
+            """Return the least seconds beyond the latency: a turn may be stalled."""
+            return min(_turn(comm, peer, nbytes, first=first) for _ in range(3)) - short
+
         nbytes, seconds = 1 << 16, 0.0
         while seconds < _LONG and nbytes < _MOST:
             nbytes *= 2
-            agreed = torch.tensor(_turn(comm, peer, nbytes, first=first), device="cpu")
-            (comm.send if first else comm.recv)(agreed, peer)
+            agreed = torch.tensor(beyond(nbytes), device="cpu")
+            (comm.send if first else comm.recv)(agreed, peer, compress=False)
             seconds = agreed.item()
-        # A difference, because a link may take a first burst at once.
-        more = _turn(comm, peer, 2 * nbytes, first=first) - seconds
-        found = nbytes / max(more, 1e-9), short / 2
+        # A difference, because a link may take a first burst at once; it is at least the half.
+        twice = beyond(2 * nbytes)
+        found = nbytes / max(twice - seconds, twice / 2, 1e-9), short / 2
     told: tuple[float, float] = comm.broadcast_object(found, pair[0])
     return told
 

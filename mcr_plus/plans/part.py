@@ -63,6 +63,10 @@ class _OnMeta(TorchFunctionMode):
 
     def _on_meta(self, func: Any, given: Any) -> Any:
         """Return the result on the meta device; only the first pass computes it, which may take long."""
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):  # it changes its argument, in each pass
+            args, kwargs = tree_map(_to_meta, given)
+            return func(*args, **kwargs)
         self.count += 1  # results of several calls are several tensors
         key = self.count, func, *map(_likeness, tree_leaves(given))
         try:
@@ -70,9 +74,14 @@ class _OnMeta(TorchFunctionMode):
         except TypeError:  # of something without a hash
             known, key = False, (self.count,)
         if not known:
-            given = tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, given)
-            self.known[key] = func(*given[0], **given[1])
-        return self.known[key]
+            args, kwargs = tree_map(_to_meta, given)
+            self.known[key] = func(*args, **kwargs)
+        # Others of the same storage, as a pass may change them.
+        return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, self.known[key])
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _likeness(leaf: Any) -> Any:

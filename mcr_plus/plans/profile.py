@@ -268,7 +268,12 @@ def _together(each: Sequence[_Cuts]) -> _Cuts:
             both[axis] = next((how for how in hows if how != "split"), "split")
     inner = [(axis, cut) for cuts in each for axis, cut in cuts.items() if axis not in _LONG]
     inner.sort(key=lambda pair: pair[1][0])  # of several embeddings, the largest is cut
-    return both | {axis: cut for axis, cut in inner if cut[1] in {"sum", "exchange"}}
+    for axis, cut in inner:
+        if cut[1] == "sum" and axis != "rows" and axis in both:
+            both[axis] = gcd(both[axis][0], cut[0]), "sum"  # a cut goes through all of them
+        elif cut[1] in {"sum", "exchange"}:
+            both[axis] = cut
+    return both
 
 
 def _divided(module: nn.Module) -> list[str]:
@@ -453,13 +458,20 @@ def _drop_wrong(whole: WholeModel, segments: Sequence[_Segment], axes: Sequence[
     for segment, own in zip(segments, axes, strict=True):
         for module in {module for call in segment.members for module in call.module.modules()} & calls.keys():
             for axis, (count, how) in inner_axes(module).items():
-                key = f"{axis} {module!r}"
+                key = f"{axis} {_likeness(module)}"
                 if how == "exchange":
                     right[key] = hasattr(module, "mcr_cut")
                 elif key not in right:
                     right[key] = count < 2 or adds_up(module, axis, *calls[module])
                 if not right[key]:
                     own.pop(axis, None)
+
+
+def _likeness(module: nn.Module) -> list[Any]:
+    """Return what tells a module from others: its code, and attributes such as a flag for a skip."""
+    common = vars(nn.Module())
+    own = [{k: v for k, v in vars(part).items() if k not in common} for part in module.modules()]
+    return [module, *map(type, module.modules()), own]
 
 
 def _is_mean(whole: WholeModel, batch: Any, items: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any, cast
@@ -18,8 +18,10 @@ from mcr_plus.bucketing.step import model_hash
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.job.init import get_rank, get_world_size, world
+from mcr_plus.layout.plan import nodes_of
 from mcr_plus.layout.redistribute import redistribute
 from mcr_plus.plans import checkpoint, sums
+from mcr_plus.plans.codecs import check_codecs, is_fed_back
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.joining import joined_blocks
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan
@@ -28,15 +30,7 @@ from mcr_plus.plans.part import ModelPart, drop_parameters
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
 from mcr_plus.plans.slices import PastSlices, SlicePass
 from mcr_plus.plans.space import cut_space
-from mcr_plus.plans.sums import (
-    GradientBucket,
-    OwnParameter,
-    complete,
-    gradient_groups,
-    make_buckets,
-    peers,
-    shared_groups,
-)  # fmt: skip
+from mcr_plus.plans.sums import GradientBucket, OwnParameter, complete, gradient_groups, peers, shared_groups
 from mcr_plus.plans.whole import tensors_in
 
 Key = tuple[int, int, int, bool]
@@ -66,9 +60,8 @@ def parallelize(
     """Return the model as a plan says, for this rank: its blocks, and its parts of them.
 
     Collective over the job. All ranks pass equal models; the plan is that of rank 0, as ranks measure other
-    times. The model and the optimizer are
-    changed: parameters of other ranks move to the meta device, and the optimizer has this rank's. Batch norm
-    and other modules without axes run whole.
+    times. The model and the optimizer are changed: parameters of other ranks move to the meta device, and
+    the optimizer has this rank's. Batch norm and other modules without axes run whole.
 
     Args:
         model: the model of the profile.
@@ -147,7 +140,7 @@ class ParallelModel:
         ]
         self.optimizer = optimizer
         self.copies: dict[int, int] | None = None
-        self.buckets = make_buckets(self._own(old, new, groups), self._groups.gradients)
+        self.buckets = sums.make_buckets(self._own(old, new, groups), self._groups.gradients)
         self._optimize(optimizer, old, new, groups)
         self._of_block: dict[int, list[GradientBucket]] = defaultdict(list)
         for bucket in self.buckets:
@@ -178,6 +171,7 @@ class ParallelModel:
         drops = [name for name, m in modules if "Dropout" in type(m).__name__ and getattr(m, "p", False)]
         if self.module.training and drops and not any(block.random for block in plan.blocks):
             raise Unsupported(f"{drops[0]}: it draws random numbers in training, unlike in the profile")
+        check_codecs(self.proved, nodes_of(world()))
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]
             for cut in cuts:
@@ -359,7 +353,7 @@ class ParallelModel:
         if self._loss is not None and self.rank in firsts:
             loss += self._loss.cpu()
         if get_world_size() > 1:
-            world().all_reduce(loss, tag="plan.loss")
+            world().all_reduce(loss, tag="plan.loss", compress=False)
         return loss
 
     def _rows(self, graph: BlockGraph) -> Any:
@@ -468,7 +462,7 @@ class ParallelModel:
             self._sent.popleft()
         key = transfer[:4]
         x, codec, tag = self._made.pop(key, None), self.plan.codecs.get(transfer.tensor), transfer.tag
-        if isinstance(codec, Mapping) and "error_feedback" in codec:
+        if is_fed_back(codec):
             tag = f"{tag}.{transfer.tensor}"  # residuals belong to a tag
         work = redistribute(
             x, transfer.made, transfer.needed, group=self._groups.transfers[transfer.ranks], async_op=True,

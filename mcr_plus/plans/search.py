@@ -31,7 +31,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.plans import stage_search
 from mcr_plus.plans.blocks import Profile
-from mcr_plus.plans.codecs import CodecChoice, payload_codec, transfer_codec
+from mcr_plus.plans.codecs import CodecChoice, can_encode, payload_codec, transfer_codec
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
 from mcr_plus.plans.language import OUTSIDE, Held, PlanTask
 from mcr_plus.plans.memory import RankMemory, memory_of
@@ -211,6 +211,8 @@ def _step(found: FoundModelPlan) -> float:
 def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[CodecChoice]) -> None:
     """Give each tensor between ranks the mildest codec with which a step takes about as long as with any.
 
+    Codecs that would make replicas differ are left out (`codecs.can_encode`).
+
     So slow links get strong codecs, and links for which the step does not wait get none: the ratio by link of
     AdaTopK (FusionLLM; Tang et al. 2024, arXiv 2410.12707), with the simulated step in place of a formula.
 
@@ -221,12 +223,21 @@ def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[Cod
         InvalidArgument: see `codecs.payload_codec`.
     """
     plan = proved.plan
-    moved = sorted({each.tensor for each in proved.transfers}) if allowed else []
+    nodes = np.arange(plan.ranks) // costs.topology.ranks_per_node
+    refused = {
+        (each.tensor, number) for each in proved.transfers for number, choice in enumerate(allowed)
+        if not can_encode(choice, each.made, each.needed, nodes)
+    }  # fmt: skip
+    usable = {
+        tensor: [choice for number, choice in enumerate(allowed) if (tensor, number) not in refused]
+        for tensor in sorted({each.tensor for each in proved.transfers})
+    }
+    moved = [tensor for tensor, choices in usable.items() if choices]
 
     def choices(tensor: int) -> list[CodecChoice | None]:
         """Return the codecs, the mildest first."""
         dtype, size = plan.blocks[tensor - 1].dtype, plan.blocks[tensor - 1].output
-        return [None, *sorted(allowed, key=lambda each: -transfer_codec(each, dtype).wire(size))]
+        return [None, *sorted(usable[tensor], key=lambda each: -transfer_codec(each, dtype).wire(size))]
 
     def step(tensor: int, choice: CodecChoice | None) -> float:
         plan.codecs.pop(tensor, None)
@@ -300,7 +311,7 @@ def _best_schedule(found: FoundModelPlan, most: int) -> FoundModelPlan:
     schedules: list[Schedule] = ["eager-1f1b"] if choice.recompute else ["eager-1f1b", "zero-bubble"]
     others = [choice._replace(schedule=schedule) for schedule in schedules]
     sliced = profile.sliced and choice.outside is None
-    length = profile.blocks[0].axes["sequence"].parts[0] if sliced else 1
+    length = min(block.axes["sequence"].parts[0] for block in profile.blocks) if sliced else 1
     others += [choice._replace(slices=slices) for slices in (2, 4, 8) if slices <= length]
     best = found
     for other in others:

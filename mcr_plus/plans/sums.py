@@ -128,7 +128,7 @@ class GradientBucket:
         """Gather what belongs to this rank's shard, such as a state; return the parts of parameters."""
         assert self.comm is not None
         flat = shard.new_empty(self.padded)
-        self.comm.all_gather_into_tensor(flat, shard.detach(), tag="plan.parameters")
+        self.comm.all_gather_into_tensor(flat, shard.detach(), tag="plan.parameters", compress=False)
         return self.views(flat)
 
     def shard_of(self, parts: Sequence[Tensor]) -> Tensor:
@@ -181,14 +181,18 @@ class GradientBucket:
             self.work.wait()
             self.work = None
 
-    def gather(self) -> None:
-        """Get the parameters of all shards, into the memory of whole ones."""
+    def gather(self, *, exact: bool = False) -> None:
+        """Get the parameters of all shards, into the memory of whole ones.
+
+        `exact`: also if a codec is set; always if a shard is part of the whole, which it would change.
+        """
         self.values.untyped_storage().resize_(self._nbytes)
         own = self.shard.detach()
         if self.held == "optimizer":
             own = own.clone()
         assert self.comm is not None
-        self.comm.all_gather_into_tensor(self.values, own, tag="plan.parameters")
+        compress = False if exact or self.held == "optimizer" else None
+        self.comm.all_gather_into_tensor(self.values, own, tag="plan.parameters", compress=compress)
 
     def keep(self) -> None:
         """Take over whole parameters that the program has set; free them if they are in shards."""
@@ -250,7 +254,7 @@ def clip_grad_norm_(parallel: ParallelModel, max_norm: float) -> Tensor:
             norm = torch.linalg.vector_norm(own, dtype=torch.float64)
             total += norm.cpu().square() * times / parallel.copies[id(param)]
     if get_world_size() > 1:
-        world().all_reduce(total, tag="plan.norm")
+        world().all_reduce(total, tag="plan.norm", compress=False)
     norm = total.sqrt()
     for bucket in parallel.buckets:
         bucket.gradients.mul_(float((max_norm / (norm + 1e-6)).clamp(max=1.0)))

@@ -73,3 +73,27 @@ def test_the_own_part_is_the_values_and_what_was_left() -> None:
         total = torch.full((2,), torch.nan)
         state.begin_sum(torch.tensor([1.0, 2.0]), 0, total, 0.25)
         assert total.tolist() == ([0.75, 0.0] if step == 0 else [0.25, 0.5])
+
+
+def test_messages_have_no_residual_to_save_and_the_state_of_their_codec_fits() -> None:
+    how = {"codec": "bf16", "rounding": "stochastic"}
+    sent = ErrorFeedback(make(how), 0, torch.device("cpu"))
+    sent.encode_part(1, torch.ones(4), torch.empty(4, dtype=torch.bfloat16))
+    saved = {each.name: each.tensor for each in sent.tensors}
+    other = ErrorFeedback(make(how), 0, torch.device("cpu"))
+    other.restore(saved)
+    assert saved.keys() == {"step"}
+    assert [each.tensor.item() for each in other.tensors] == [1]
+
+
+def test_messages_of_two_lengths_in_turn_lose_nothing() -> None:
+    """As of micro-batches that do not divide the batch."""
+    state = ErrorFeedback(make({"codec": "bf16"}), 0, torch.device("cpu"))
+    given, sent = np.zeros(4), np.zeros(4)
+    for step in range(100):
+        values = torch.full((3 + step % 2,), 1.001)
+        wire = torch.empty(len(values), dtype=torch.bfloat16)
+        state.encode_part(1, values, wire)
+        given[: len(values)] += f64(values)
+        sent[: len(values)] += f64(wire.float())
+    np.testing.assert_allclose(sent, given, atol=0.01)

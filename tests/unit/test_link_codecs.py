@@ -84,6 +84,33 @@ def test_a_message_takes_the_time_of_the_slower_of_two_links() -> None:
         assert seconds == pytest.approx(even.of("broadcast", nbytes, group, "assumed").seconds)
 
 
+def test_nodes_have_the_same_rates_however_they_are_written() -> None:
+    rates = ["40Mbit/s", "10Mbit/s", "10Mbit/s"]
+    one, other = (
+        Topology.of({"nodes": 3, "links": {"nic": {"rate": rate, "rates": own, "latency": "1us"}}})
+        for rate, own in (("40Mbit/s", rates), ("10Mbit/s", rates[:1]))
+    )
+    for group in ([0, 1], [0, 1, 2]):
+        assert one.placement(group).slowest == other.placement(group).slowest == 10e6 / 8
+
+
+def test_a_changed_rate_is_that_of_all_nodes() -> None:
+    nic = {"rate": "40Mbit/s", "rates": ["10Mbit/s"], "latency": "1us"}
+    changed = Topology.of({"nodes": 2, "links": {"nic": nic}}).changed(["nic=1Gbit/s"])
+    assert changed.placement([0, 1]).slowest is None
+    assert changed.rate("nic") == 1e9 / 8
+
+
+@pytest.mark.parametrize(("nodes", "found"), [(1, {}), (2, {2: "bf16"}), (4, {})])
+def test_replicas_get_codecs_only_where_these_keep_them_equal(nodes: int, found: dict[int, str]) -> None:
+    """Between nodes of two ranks, each sends a half in a codec; these halves are then exchanged exactly."""
+    profile = chain([layer(number) for number in range(4)])
+    proved = prove(hybrid(profile, 4, tensor=2, stages=2, micro_batches=2))
+    costs = cluster_costs(cluster(nodes, 4 // nodes, inside="1Mbit/s", nic="1Mbit/s"))
+    choose_codecs(proved, costs, ["bf16"])
+    assert proved.plan.codecs == found
+
+
 def test_a_search_counts_compressed_transfers() -> None:
     """Two stages over 10 Mbit/s: the model of the search and the simulator agree about their time."""
     profile = chain([layer(number, output=1 << 20, params=1 << 28) for number in range(2)])

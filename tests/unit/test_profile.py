@@ -445,6 +445,66 @@ def test_heads_are_cut_only_where_their_parts_add_up(dtype: torch.dtype) -> None
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("skips", [(0.0, 1.0), (1.0, 0.0)])
+def test_layers_that_differ_in_a_flag_alone_are_told_apart(skips: tuple[float, ...]) -> None:
+    model = nn.Sequential(*(Attention((1, 0), skip) for skip in skips))
+    blocks = profiled(model, torch.zeros(4, 5, 8)).blocks
+    assert ["heads" in block.axes for block in blocks[:2]] == [skip == 0.0 for skip in skips]
+
+
+class Penal(nn.Module):
+    """An MLP that also returns a number, of its activations or of its input."""
+
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.of_input = of_input
+        self.up, self.act, self.down = nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.act(self.up(x))
+        return self.down(hidden), (x if self.of_input else hidden).square().mean()
+
+
+class Scaled(nn.Module):
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.mlp = Penal(of_input)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, factor = self.mlp(x)
+        whole: Tensor = x + y * factor
+        return whole
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_layers_with_a_second_output_of_what_is_cut_are_not_cut(of_input: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(of_input))
+    block = profiled(model, torch.zeros(4, 5, 8)).blocks[1]
+    assert ("hidden" in block.axes) == of_input
+
+
+class Beside(nn.Module):
+    """Attention with other numbers of heads beside each other."""
+
+    def __init__(self, heads: Sequence[int]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Attention((1, 0), 0.0) for _ in heads)
+        for one, count in zip(self.each, heads, strict=True):
+            one.heads = count  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for one in self.each:
+            total = total + one(x)
+        return total
+
+
+@pytest.mark.parametrize(("heads", "units"), [((4, 8), 4), ((8, 2), 2), ((4, 4), 4)])
+def test_layers_that_are_cut_together_have_units_in_common(heads: Sequence[int], units: int) -> None:
+    block = profiled(nn.Sequential(nn.Linear(8, 8), Beside(heads)), torch.zeros(4, 5, 8)).blocks[1]
+    assert block.axes["heads"].parts == (units,)
+
+
 # -- arguments, and the file --------------------------------------------------------------------------------
 
 

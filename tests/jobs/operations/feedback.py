@@ -451,6 +451,29 @@ def between_peers(steps: int, warmup: int) -> dict[int, float]:
         return {peer: float(np.abs(total[peer]).max()) for peer in others}
 
 
+def tags_in_another_order(warmup: int) -> float:
+    """Messages with two tags, expected the other way round; return the largest error of their sums.
+
+    The values are the same in every step; each tag has its own.
+    """
+    how: dict[str, Any] = {"codec": "bf16", "error_feedback": True, "warmup": warmup}
+    config = {"version": 1, "pipeline": [{"compress": how}, {"select": {}}, {"dispatch": {}}]}
+    with mcr.init(config, timeout=60) as comm:
+        given = {tag: drawn(tag, 2) for tag in (0, 1)}
+        total = {tag: np.zeros(np.prod(SHAPE)) for tag in given}
+        for _ in range(6):
+            got = {tag: torch.zeros(SHAPE) for tag in given}
+            if comm.rank == 0:
+                works = [comm.isend(given[tag], 1, tag) for tag in (1, 0)]
+            else:
+                works = [comm.irecv(got[tag], 0, tag) for tag in (0, 1)]
+            for work in works:
+                work.wait()
+            for tag, out in got.items():
+                total[tag] += f64(out) - f64(given[tag])
+        return max(float(np.abs(each).max()) for each in total.values()) if comm.rank else 0.0
+
+
 def refusals() -> list[str]:
     """Impossible calls raise on every rank, and nothing is sent."""
     texts = []

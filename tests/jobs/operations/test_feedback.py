@@ -29,6 +29,7 @@ from jobs.operations.feedback import (
     off,
     refusals,
     saves,
+    tags_in_another_order,
 )
 from ranks import run_ranks
 
@@ -56,6 +57,12 @@ def test_messages_have_a_residual_for_each_peer(warmup: int) -> None:
     for result in run_ranks(between_peers, 3, args=[steps, warmup]):
         for peer, missing in result.value.items():
             assert 0 < missing <= 2 * level, (result.rank, peer)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_messages_have_a_residual_for_each_tag(warmup: int) -> None:
+    level = 4.5 / 256  # of bf16; no value of `drawn` is larger than 4.5
+    assert all(result.value <= 2 * level for result in run_ranks(tags_in_another_order, 2, args=[warmup]))
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mcr_plus as mcr
 from mcr_plus.plans.blocks import Profile
+from mcr_plus.plans.language import Held
 from mcr_plus.plans.named import named
 from mcr_plus.plans.run import ParallelModel, parallelize
+from mcr_plus.plans.sums import GradientBucket
 
 Spec = Mapping[str, Any]
 STEPS = 3
@@ -237,3 +239,23 @@ def test_states_that_do_not_fit_are_refused() -> None:
         **{name: wrong.format("step", shard) + scalars for name in ("steps", "missing")},
         "odd": "optimizer: odd of 2.weight has neither the parameter's shape nor is a scalar",
     }  # fmt: skip
+
+
+def under_a_codec(held: Held) -> float:
+    """Return the largest change of parameters and state by a codec of all operations, without gradients."""
+    compress = {"compress": {"codec": "int8_block"}}
+    with mcr.init({"version": 1, "pipeline": [compress, {"select": {}}, {"dispatch": {}}]}) as comm:
+        torch.manual_seed(0)
+        model = nn.Linear(30, 7)
+        expected = [param.detach().clone() for param in model.parameters()]
+        bucket = GradientBucket(list(model.parameters()), comm, 0.0, held)
+        for _ in range(3):
+            bucket.gather(exact=held == "parameters")
+        (shard,) = bucket.optimized
+        found = [*bucket.params, *bucket.whole(shard)]
+        return max(float((a - b).detach().abs().max()) for a, b in zip(found, 2 * expected, strict=True))
+
+
+@pytest.mark.parametrize("held", ["parameters", "optimizer"])
+def test_a_codec_of_all_operations_changes_no_state(held: Held) -> None:
+    assert [result.value for result in run_ranks(under_a_codec, 2, args=[held])] == [0.0, 0.0]

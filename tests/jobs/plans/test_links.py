@@ -37,6 +37,7 @@ def test_hosts_have_the_rates_of_their_links() -> None:
     assert all(result.value == found for result in results)
 
 
+@pytest.mark.long
 def test_ranks_of_a_host_follow_each_other() -> None:
     for result in run_ranks(measured, 3, args=[["a", "b", "a"]]):
         assert "expected as many consecutive ranks on each" in result.value

@@ -89,6 +89,7 @@ def trained(plans: list[Plan], sums: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.short("2]")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_pipelines_have_the_bits_of_micro_batches(ranks: int) -> None:
     plans: list[Plan] = [
@@ -100,6 +101,7 @@ def test_pipelines_have_the_bits_of_micro_batches(ranks: int) -> None:
         assert result.value == []
 
 
+@pytest.mark.short("2]")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_exact_sums_have_the_bits_of_one_process(ranks: int) -> None:
     plans: list[Plan] = [("data_parallel", {}), ("zero1", {}), ("zero3", {})]

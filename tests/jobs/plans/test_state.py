@@ -168,7 +168,7 @@ def clipped(specs: list[Spec]) -> list[str]:
     return wrong
 
 
-@pytest.mark.short("gpt-2]")
+@pytest.mark.long  # tests of models compare norms, too
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", ["gpt", "mlp", "grouped"])
 def test_norms_are_those_of_the_whole_model(case: str, ranks: int) -> None:

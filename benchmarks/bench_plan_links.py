@@ -13,8 +13,7 @@ The report goes to benchmarks/results/plan-links_<hardware>_<yyyymm>.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from time import perf_counter
 from typing import Annotated, Any, Final
@@ -120,8 +119,7 @@ def main(
 ) -> None:  # fmt: skip
     need_hosts(mpi=False)
     with Racks(1, len(RATES), RATES) as hosts:
-        launch = partial(started, hosts)
-        rates, rows = harness.on_ranks(launch, on_rank, steps)
+        rates, rows = harness.on_ranks(lambda words: started(hosts, words), on_rank, steps)
     last = max(steps // 4, 1)
     base_loss, base = next((mean(row[3][-last:]), median(row[4])) for row in rows if row[0] == "none")
     lines = []
@@ -143,7 +141,7 @@ def main(
     harness.write(page, output, f"plan-links_{hardware}")
 
 
-def started(hosts: Racks, words: list[str]) -> None:
+def started(hosts: Racks, words: Sequence[str]) -> None:
     hosts.torchrun([sys.executable, *words])
 
 

@@ -49,10 +49,10 @@ def plan_parallel(
     try:
         costs = cluster_costs(cluster, pipeline)
         result = search(Profile.load(profile), ranks, costs, memory=most, codecs=allowed)
-    except Unsupported as error:  # an operation without a cost
-        raise typer.BadParameter(f"{error} ({origin})") from None
     except InvalidArgument as error:
         raise typer.BadParameter(str(error)) from None
+    except Unsupported as error:  # an operation without a cost
+        raise typer.BadParameter(f"{error} ({origin})") from None
     written = _write(result.plans[0], output, emitted, report)
     if as_json:
         print_json({"ranks": ranks, "origin": origin, **_document(result)})

@@ -227,7 +227,7 @@ def _schedule(plan: ModelPlan, stage_of: list[int], pipe: int) -> TorchSchedule 
     for rank in range(plan.ranks):
         keys = ((task.kind, stage_of[task.block], task.micro) for task in plan.order_of(rank))
         orders.append([key for key, _ in groupby(keys)])
-    names = [name for name, fit in fits.items() if fit]
+    names: list[TorchSchedule] = [name for name, fit in fits.items() if fit]
     for name in names:
         known = []
         for at in range(pipe):

@@ -237,7 +237,8 @@ def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[Cod
     def choices(tensor: int) -> list[CodecChoice | None]:
         """Return the codecs, the mildest first."""
         dtype, size = plan.blocks[tensor - 1].dtype, plan.blocks[tensor - 1].output
-        return [None, *sorted(usable[tensor], key=lambda each: -transfer_codec(each, dtype).wire(size))]
+        mildest = sorted(usable[tensor], key=lambda each: -transfer_codec(each, dtype).wire(size))
+        return [None, *mildest]
 
     def step(tensor: int, choice: CodecChoice | None) -> float:
         plan.codecs.pop(tensor, None)

@@ -194,6 +194,7 @@ def test_few_of_many_ranks_run_and_stand_for_all(tmp_path: Path) -> None:
     assert sum(len(each["ran"]) for each in whole["roles"]) == 64
 
 
+@pytest.mark.long
 def test_stages_of_a_plan_are_folded(tmp_path: Path) -> None:
     found = document(tmp_path, PLANNED, 24, "--no-memory")
     assert [each["ranks"] for each in found["roles"]] == [[*range(12)], [*range(12, 24)]]

@@ -271,7 +271,7 @@ class ParallelModel:
         for item in items:
             if isinstance(item, PlanTransfer):
                 at = item.time
-                keyed.append(((at, 0), partial(self._move, item)))
+                keyed.append(((at, 0), partial(self._move, item, self._redistribution(item))))
                 continue
             at = starts[item, self.rank]
             first, last = joined[item]
@@ -456,19 +456,23 @@ class ParallelModel:
             bucket.gather()
         return graph.buckets
 
-    def _move(self, transfer: PlanTransfer) -> None:
+    def _redistribution(self, transfer: PlanTransfer) -> Callable[[Tensor | None], Any]:
+        codec, tag = self.plan.codecs.get(transfer.tensor), transfer.tag
+        if is_fed_back(codec):
+            tag = f"{tag}.{transfer.tensor}"  # residuals belong to a tag
+        return partial(
+            redistribute, source=transfer.made, target=transfer.needed, tag=tag, compress=codec,
+            dtype=getattr(torch, self.plan.blocks[transfer.tensor - 1].dtype),
+            group=self._groups.transfers[transfer.ranks], async_op=True,
+        )  # fmt: skip
+
+    def _move(self, transfer: PlanTransfer, redistribution: Callable[[Tensor | None], Any]) -> None:
         """Begin a transfer."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         key = transfer[:4]
-        x, codec, tag = self._made.pop(key, None), self.plan.codecs.get(transfer.tensor), transfer.tag
-        if is_fed_back(codec):
-            tag = f"{tag}.{transfer.tensor}"  # residuals belong to a tag
-        work = redistribute(
-            x, transfer.made, transfer.needed, group=self._groups.transfers[transfer.ranks], async_op=True,
-            dtype=getattr(torch, self.plan.blocks[transfer.tensor - 1].dtype), tag=tag,
-            compress=codec,
-        )  # fmt: skip
+        x = self._made.pop(key, None)
+        work = redistribution(x)
         if self.rank in transfer.needed.locals:
             self._moving[key] = work
         else:

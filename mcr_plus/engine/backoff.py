@@ -24,20 +24,21 @@ def pause_wait(engine: Engine, work: IssuedWork, pause: Pause, now: float, waite
         poll = poll.current
     if isinstance(poll, BlockingPoll) and engine.waiting.may_block and not _has_others(engine, work):
         poll.block(min(max(waited, _BLOCK), _LONGEST_BLOCK))
-    elif pause.before(now):
+    elif pause.before(now, waited):
         with engine.lock:
             if engine.try_poll(work):
                 return
             engine.progress()
-        pause.sleep(_SHARED_NAP if _has_others(engine, work) else 1.0)
+        pause.sleep(_SHARED_NAP if _has_others(engine, work, rung=True) else 1.0, waited)
     else:
         pause.idle(waited)
 
 
-def _has_others(engine: Engine, work: IssuedWork) -> bool:
+def _has_others(engine: Engine, work: IssuedWork, *, rung: bool = False) -> bool:
     """Return whether another operation may need polls while this thread waits for `work`.
 
-    Operations that start after another one, or that a library's own threads complete, need none.
+    Operations that start after another one, or that a library's own threads complete, need none. `rung`: nor
+    do those for which the peers of `work` ring.
     """
     if engine.unordered:
         return True
@@ -46,9 +47,18 @@ def _has_others(engine: Engine, work: IssuedWork) -> bool:
             return True
         heads = [channel.pending[0] for channel in engine.blocked if channel.pending]
         return any(
-            other is not work and not other.is_done and _needs_polls(other)
+            other is not work
+            and not other.is_done
+            and _needs_polls(other)
+            and not (rung and _wakes(other, work))
             for other in (*heads, *engine.in_flight)
         )
+
+
+def _wakes(other: IssuedWork, work: IssuedWork) -> bool:
+    """Return whether the peers that ring for `work` also ring for all progress of another operation."""
+    ranks, armed = (set(each.operation.state.group.ranks) for each in (other, work))
+    return other.operation.rings and ranks <= armed
 
 
 def _needs_polls(work: IssuedWork) -> bool:

@@ -18,7 +18,7 @@ from mcr_plus.engine.hook import Hooks, OperationHook, ProgramWait
 from mcr_plus.engine.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.engine.work import start_messages
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
-from mcr_plus.waiting.policy import Pause, WaitPolicy, WaitStrategy
+from mcr_plus.waiting.policy import LONGEST_NAP, Pause, WaitPolicy, WaitStrategy
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
@@ -141,11 +141,13 @@ class Engine:
             if self.start_thread is None:
                 from mcr_plus.waiting.progress_thread import ProgressThread
 
-                self.start_thread = ProgressThread(self.start_pending)
+                self.start_thread = ProgressThread(self.start_pending, LONGEST_NAP)
             self.start_thread.wake()
 
     def start_pending(self) -> bool:
         """Start pending operations of libraries with threads of their own; return whether any are left."""
+        if self.waits:
+            return True  # the program starts them as it waits
         with self.lock:
             channels = [channel for channel in self.blocked if _runs_by_itself(channel.pending[0])]
             for channel in channels:

@@ -69,7 +69,9 @@ _POLLED_NAP: Final = (
     50e-6  # on the bell, for a library that advances only while polled: peers ring for most progress
 )
 _RUNG_NAP: Final = 1e-3  # if peers ring for all progress
-_LONGEST_NAP: Final = 2e-3
+LONGEST_NAP: Final = 2e-3
+_RUNG_SHARE: Final = 1 / 8  # of the time waited so far, if peers ring for all progress
+_LONGEST_RUNG_NAP: Final = 0.01
 _RELAY_EVERY: Final = 200e-6  # s between two relays, which take some 30 µs each
 _LONG_RELAY: Final = 4e-3  # s of a relay while another thread of the program holds the interpreter
 _RELAYS_RARELY: Final = 1.0  # s between two if all of them take that long
@@ -295,15 +297,15 @@ class Pause:
     `peers`: ranks of the job that may ring.
     """
 
-    __slots__ = ("_had", "_nap", "_next_check", "_peers", "_polled", "_since", "_waiting")
+    __slots__ = ("_had", "_nap", "_next_check", "_peers", "_polled", "_rings", "_since", "_waiting")
 
     def __init__(self, waiting: WaitStrategy, polled: bool, rings: bool, peers: tuple[int, ...]) -> None:
-        self._waiting, self._polled, self._peers = waiting, polled, peers
+        self._waiting, self._polled, self._rings, self._peers = waiting, polled, rings, peers
         self._next_check = 0.0
         self._since = self._had = 0.0
         self._nap = _RUNG_NAP if rings else _POLLED_NAP
 
-    def before(self, now: float) -> bool:
+    def before(self, now: float, waited: float) -> bool:
         """Return True if the caller should poll again and call `sleep`, False if it should call `idle`."""
         waiting = self._waiting
         if waiting.policy == "spin" or not self._polled:
@@ -314,20 +316,24 @@ class Pause:
             since = self._since or now
             waiting.check_load(now, now - since, had - self._had if self._since else 0.0)
             self._since, self._had = now, had
-        bells = waiting.bells
-        if waiting.calm or not bells:
+        bells, is_short = waiting.bells, waited < _YIELD_FOR or waiting.policy == "yield"
+        if not bells or (waiting.calm and is_short):
             return False
+        waiting.may_yield(waited)
         bells.arm(self._peers)
         return True
 
-    def sleep(self, longest: float) -> None:
+    def sleep(self, longest: float, waited: float) -> None:
         """Sleep until a peer rings, for a time that grows with every call."""
         waiting = self._waiting
         assert waiting.bells is not None
         if waiting.bells.wanted[0]:  # this rank's polls may have advanced an operation for which peers wait
             waiting.bells.ring()
+        if waiting.calm and not self._rings:  # for nothing but the end, which is noticed late by little
+            longest = min(longest, max(_NAP, waited * _NAP_SHARE))
         waiting.bells.sleep(min(self._nap, longest))
-        self._nap = min(2 * self._nap, _LONGEST_NAP)
+        rung = min(_RUNG_SHARE * waited, _LONGEST_RUNG_NAP) if self._rings else 0.0
+        self._nap = min(2 * self._nap, max(LONGEST_NAP, rung))
         self._since = 0.0
 
     def idle(self, waited: float) -> None:
@@ -346,7 +352,7 @@ class Pause:
             time.sleep(_NAP if waited < _POLL_FOR + 0.05 else _LONG_NAP)
             self._since = 0.0
         else:
-            time.sleep(min(max(_NAP, waited * _NAP_SHARE), _LONGEST_NAP))
+            time.sleep(min(max(_NAP, waited * _NAP_SHARE), LONGEST_NAP))
 
 
 def _opened(path: str) -> int:

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -44,12 +45,20 @@ class Blocking(BlockingPoll):
         self.limits.append(seconds)
 
 
-def operation(poll: Any, *, polled: bool, after: Any = None, done: bool = False) -> Any:
+def operation(
+    poll: Any, *, polled: bool, after: Any = None, done: bool = False, rings: bool = False,
+    ranks: tuple[int, ...] = (0, 1),
+) -> Any:  # fmt: skip
     return SimpleNamespace(
         poll=poll,
         is_done=done,
         message=SimpleNamespace(after=after),
-        operation=SimpleNamespace(polled=polled, on_stream=False),
+        operation=SimpleNamespace(
+            polled=polled,
+            on_stream=False,
+            rings=rings,
+            state=SimpleNamespace(group=SimpleNamespace(ranks=ranks)),
+        ),
     )
 
 
@@ -74,6 +83,7 @@ def another(*, done: bool) -> Any:
         (operation(None, polled=True, after=another(done=True)), False),
         (operation(None, polled=True), False),
         (operation(lambda: False, polled=True), False),
+        (operation(lambda: False, polled=True, rings=True), False),  # for a sleep on the bell alone
     ],
 )
 def test_a_library_wakes_the_thread_unless_something_else_needs_its_polls(other: Any, blocks: bool) -> None:
@@ -117,3 +127,52 @@ def test_a_verified_operation_waits_in_the_library_of_its_step(needs_polls: bool
     assert bool(step.limits) == (is_blocking and not needs_polls)
     assert asked == [poll] * is_blocking
     engine.waiting.close()
+
+
+class Bells:
+    """Bells of a rank, which sleep for no time."""
+
+    wanted = (0,)
+
+    def __init__(self) -> None:
+        self.armed, self.slept = [], list[float]()  # type: ignore[var-annotated]
+
+    def arm(self, ranks: tuple[int, ...]) -> None:
+        self.armed.append(ranks)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+    def set_calm(self, calm: bool) -> None: ...
+
+    def asleep(self) -> int:
+        return 0
+
+
+def naps(waited: float, *others: Any, rings: bool = True, policy: Any = "auto") -> list[float]:
+    """Sleeps on the bell in a wait for ranks 0 and 1, on a host without other work."""
+    engine, bells = engine_of(policy, *others), Bells()
+    engine.waiting.bells = bells
+    pause = Pause(engine.waiting, True, rings, (0, 1))
+    with mock.patch.object(engine.waiting, "check_load"):
+        for _ in range(20):
+            pause_wait(engine, operation(lambda: False, polled=True), pause, time.monotonic(), waited)
+    assert bells.armed == [(0, 1)] * len(bells.slept)
+    engine.waiting.close()
+    return bells.slept
+
+
+def test_a_long_wait_sleeps_on_the_bell_also_where_there_is_no_other_work() -> None:
+    assert naps(0.0005) == []
+    assert naps(0.1, policy="spin") == naps(0.1, policy="yield") == []
+    assert naps(0.1)[0] <= 1e-3
+    assert naps(0.1)[-1] == 0.01
+    # Nobody rings: the end is noticed late by at most half of this on average.
+    assert max(naps(0.1, rings=False)) == 0.1 / 128
+
+
+def test_operations_for_which_no_peer_rings_keep_naps_short() -> None:
+    both = {"polled": True, "rings": True}
+    assert max(naps(0.1, operation(lambda: False, **both, ranks=(0, 2)))) == 200e-6
+    assert max(naps(0.1, operation(lambda: False, polled=True))) == 200e-6
+    assert max(naps(0.1, operation(lambda: False, **both))) == 0.01

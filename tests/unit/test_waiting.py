@@ -261,11 +261,11 @@ def test_explicit_wait_policies_override_measured_load(bells: list[Wakeups]) -> 
     ):
         found = waiting(policy, bells=bells[0])
         assert found.calm == calm
-        assert Pause(found, True, True, RANKS).before(time.monotonic()) == sleeps
-        assert not Pause(found, False, False, RANKS).before(time.monotonic())  # no rank would ring
+        assert Pause(found, True, True, RANKS).before(time.monotonic(), 0.0) == sleeps
+        assert not Pause(found, False, False, RANKS).before(time.monotonic(), 0.0)  # no rank would ring
     short = waiting(short=True, bells=bells[0])
     short.check_load(100.0, 0.0, 0.0)
-    assert Pause(short, True, True, RANKS).before(time.monotonic())
+    assert Pause(short, True, True, RANKS).before(time.monotonic(), 0.0)
 
 
 def test_ranks_that_share_cores_are_no_other_work(tmp_path: Path, bells: list[Wakeups]) -> None:

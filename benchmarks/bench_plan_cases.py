@@ -146,24 +146,21 @@ CASES: Final[dict[str, Case]] = {
 # --- steps ----------------------------------------------------------------------------------------------
 
 
-def save_profile(case: str, target: str) -> None:
-    """Write the profile of a case's model."""
-    steps.profiled(CASES[case].work()).save(target)
-
-
 def _plans(case: Case, profile: Profile) -> Iterator[tuple[str, ProvedPlan]]:
     for name, (plan, options) in {**case.plans, **case.others}.items():
         with suppress(McrError):  # one for other models
             yield name, prove(named(plan, profile, RANKS, **options))
 
 
-def measured(name: str, profile: str, table: str, rate: str, rounds: int) -> Any:
+def measured(name: str, table: str, rate: str, rounds: int) -> Any:
     """Figures of a case's plans; on rank 0."""
     torch.set_num_threads(1)
     with mcr.init(steps.pipeline(table)) as comm:
         case = CASES[name]
+        work = case.work()
+        plans = dict(_plans(case, steps.profiled(work)))
         costs = steps.costs_of(table, comm.size, case.hosts, rate)
-        rows, _ = steps.measured(case.work(), dict(_plans(case, Profile.load(profile))), costs, rounds)
+        rows, _ = steps.measured(work, plans, costs, rounds)
     return rows if comm.rank == 0 else None
 
 
@@ -182,10 +179,9 @@ def main(
                 need_two_hosts()
                 both = stack.enter_context(TwoHosts(rate))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            table, profile = folder / "table.yaml", folder / "profile.json"
+            table = folder / "table.yaml"
             steps.tuned(table, RANKS, both, tune)
-            harness.on_ranks(harness.here(1), save_profile, name, str(profile))
-            given = name, str(profile), str(table), rate, rounds
+            given = name, str(table), rate, rounds
             found = harness.on_ranks(steps.launcher(RANKS, both), measured, *given)
         figures = sorted((steps.PlanFigures(*each) for each in found), key=lambda each: median(each.seconds))
         ours, theirs = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.memory import memory_of
 from mcr_plus.plans.proof import ProvedPlan
 from mcr_plus.plans.run import ParallelModel, parallelize
-from mcr_plus.plans.whole import WholeModel, rows_of
+from mcr_plus.plans.whole import WholeModel, rows_of, tensors_in
 from mcr_plus.tables.table import load_table
 
 sys.path += [str(ROOT / "examples" / folder) for folder in ("common", "moe", "dlrm", "plans")]
@@ -47,6 +48,7 @@ from transformer import LanguageModel, Losses, Shape
 
 KINDS: Final = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,send"
 MICRO_BATCHES: Final = (4, 8)  # of torch's pipelines
+ALONE: Final = "computation alone"
 
 
 # --- models ---------------------------------------------------------------------------------------------
@@ -151,10 +153,10 @@ WORKLOADS: Final[dict[str, Callable[[], Workload]]] = {each.__name__: each for e
 
 
 def profiled(work: Workload) -> Profile:
-    """The profile of a model, in a process without peers."""
-    torch.set_num_threads(1)
+    """The profile of a model on rank 0, measured on all ranks at once. Collective."""
     model = work.model()
-    return mcr.profile(model, work.batch, optimizer=torch.optim.AdamW(model.parameters()), loss=work.loss)
+    own = mcr.profile(model, work.batch, optimizer=torch.optim.AdamW(model.parameters()), loss=work.loss)
+    return Profile.model_validate_json(mcr.broadcast_object(own.model_dump_json(), 0))
 
 
 # --- costs ----------------------------------------------------------------------------------------------
@@ -284,6 +286,22 @@ HEAD: Final = (
 )
 
 
+def alone(work: Workload, wrap: Callable[[nn.Module], Any] = lambda whole: whole) -> Callable[[], object]:
+    """Passes of a rank's rows; `wrap` adds the communication."""
+    ranks, items = mcr.get_world_size(), len(tensors_in(work.batch)[0])
+    edges = [items * number // ranks for number in range(ranks + 1)]
+    begin, end = edges[mcr.get_rank() :][:2]
+    return _passes(WholeModel(work.model(), work.loss), rows_of(work.batch, items, begin, end), wrap)
+
+
+def alone_seconds(profile: Profile, ranks: int, topology: Topology) -> float:
+    """Seconds of `alone` by a profile."""
+    fixed = sum(block.forward_fixed + block.backward_fixed for block in profile.blocks)
+    whole = sum(block.forward + block.backward for block in profile.blocks)
+    turns = max(ranks / topology.nodes / (topology.cores or math.inf), 1.0)
+    return turns * (fixed + (whole - fixed) / ranks)
+
+
 # --- what torch offers ----------------------------------------------------------------------------------
 
 
@@ -291,12 +309,10 @@ def torch_steps(
     comm: mcr.Communicator, work: Workload, profile: Profile
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Steps by torch's engines, over gloo with default settings."""
-    ranks, items = comm.size, profile.input[0]
-    edges = [items * number // ranks for number in range(ranks + 1)]
-    rows = rows_of(work.batch, items, edges[comm.rank], edges[comm.rank + 1])
-    yield "torch DDP", _passes(WholeModel(work.model(), work.loss), rows, DistributedDataParallel)
+    ranks = comm.size
+    yield "torch DDP", alone(work, DistributedDataParallel)
     mesh = init_device_mesh("cpu", (ranks,))
-    yield "torch FSDP2", _passes(WholeModel(work.model(), work.loss), rows, partial(_sharded, mesh, work))
+    yield "torch FSDP2", alone(work, partial(_sharded, mesh, work))
     if (cut := _tensor_parallel(work.model(), ranks, mesh)) is not None:
         yield "torch DTensor TP", _passes(WholeModel(cut, work.loss), work.batch)
     if work.chain is not None:

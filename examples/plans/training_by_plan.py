@@ -89,11 +89,9 @@ def train(
 
 
 def _profile(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> Profile:
-    """Measure on rank 0, so that all ranks have the same profile."""
-    own = None
-    if mcr.get_rank() == 0:
-        own = mcr.profile(model, task.batch(0), optimizer=optimizer, loss=task.loss).model_dump_json()
-    return Profile.model_validate_json(mcr.broadcast_object(own, 0))
+    """Measure on all ranks at once, as they compute in a step, too; all have the profile of rank 0."""
+    own = mcr.profile(model, task.batch(0), optimizer=optimizer, loss=task.loss)
+    return Profile.model_validate_json(mcr.broadcast_object(own.model_dump_json(), 0))
 
 
 def _cluster(comm: mcr.Communicator) -> Topology:

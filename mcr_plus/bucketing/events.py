@@ -29,6 +29,7 @@ _COMPUTING: Final = 0
 _BLOCKED: Final = 1
 _ENDED: Final = 2
 _CLOSE: Final = 1e-12  # relative tolerance of equal rates
+_WAITING: Final = 0.1  # share of a core that a waiting rank takes from others: its polls, with cold caches
 
 
 class Programs(NamedTuple):
@@ -299,7 +300,7 @@ def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: 
     found, stamp = np.zeros(count, np.int64), np.zeros(count, np.int64)
     nearby, link_stamp = np.zeros(links, np.int64), np.zeros(links, np.int64)
     local = np.zeros(links, np.int64)
-    active = np.zeros(ranks, np.int64)  # computing ranks of each node
+    active = np.zeros(ranks)  # computing ranks of each node, and shares of cores of waiting ones
     is_full = cores < ranks  # ranks of a node may have to share its cores
     turn = 0
     now = 0.0
@@ -342,6 +343,7 @@ def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: 
                     if head[queue_of[r, programs.slot[event]]] <= programs.number[event]:
                         state[r] = _BLOCKED
                         blocked[r, at[r]] = True
+                        active[node_of[r]] += _WAITING
                         break
                 else:
                     polls = True
@@ -511,6 +513,7 @@ def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: 
                 waited = queue_of[r, programs.slot[event]]
                 if waited == q and head[q] > programs.number[event]:
                     state[r] = _COMPUTING
+                    active[node_of[r]] -= _WAITING
                     when[r, at[r]] = now
                     at[r] += 1
                     left[r], since[r] = 0.0, now

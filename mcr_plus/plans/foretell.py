@@ -29,8 +29,9 @@ from mcr_plus.tables import FOLDER as BUILTIN
 from mcr_plus.tables.scaling import Placement
 from mcr_plus.tables.table import load_table
 
-OVERHEAD: Final = 300e-6
-"""Seconds of a rank for an operation, beyond those of the library in a loop (Python 3.11, 3 GHz)."""
+OVERHEAD: Final = 500e-6
+"""Seconds of a rank for an operation, beyond those of the library in a loop, and to begin a pass of blocks
+that run as one, through what is before them (Python 3.11, 3 GHz)."""
 REDISTRIBUTION: Final = 500e-6
 """Seconds beyond those, if a redistribution within a task takes the place of a collective."""
 
@@ -95,12 +96,13 @@ def foretell(
         Unsupported: the cost of an operation is unknown.
     """
     best = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
-    return simulate(as_step(proved, gathers=gathers), BucketPlan(library=CAPTURED), best, overhead=overhead)
+    step = as_step(proved, overhead, gathers=gathers)
+    return simulate(step, BucketPlan(library=CAPTURED), best, overhead=overhead)
 
 
-def as_step(proved: ProvedPlan, *, gathers: bool = False) -> CapturedStep:
-    """Return the passes of a plan as a captured step; `gathers`: see `foretell`."""
-    made = _PlanStep(proved, gathers=gathers)
+def as_step(proved: ProvedPlan, overhead: float = OVERHEAD, *, gathers: bool = False) -> CapturedStep:
+    """Return the passes of a plan as a captured step; see `foretell`."""
+    made = _PlanStep(proved, overhead, gathers=gathers)
     roles = tuple(Role((rank,), tuple(made.events(rank))) for rank in range(proved.plan.ranks))
     return CapturedStep(
         ranks=proved.plan.ranks, nodes=1, model=proved.plan.profile.model, seconds=proved.ideal, spread=0.0,
@@ -109,8 +111,8 @@ def as_step(proved: ProvedPlan, *, gathers: bool = False) -> CapturedStep:
 
 
 class _PlanStep:
-    def __init__(self, proved: ProvedPlan, *, gathers: bool) -> None:
-        self.gathers = gathers
+    def __init__(self, proved: ProvedPlan, overhead: float, *, gathers: bool) -> None:
+        self.overhead, self.gathers = overhead, gathers
         self.proved, self.plan = proved, proved.plan
         self.ids: dict[object, int] = {}
         self.starts = {(run.task, rank): run.start for run in proved.runs for rank in run.ranks}
@@ -207,6 +209,8 @@ class _PlanStep:
         inner = [each for each in self._within(task, rank) if len(each.group) > 1]
         seconds = seconds_of(self.plan, self.proved.tensors, task, rank) / (len(inner) + 1)
         name = f"{task.kind}{task.micro} {self.plan.blocks[task.block].name}"
+        if self._begins(task, rank):
+            yield ComputeEvent(name, self.overhead)
         for number, each in enumerate(inner):
             # Parameters are gathered before the task computes.
             if each.kind != "all_gather_parameters":
@@ -217,6 +221,13 @@ class _PlanStep:
             yield WaitEvent(issue.id)
         gathers = sum(each.kind == "all_gather_parameters" for each in inner)
         yield ComputeEvent(name, seconds * (1 + gathers))
+
+    def _begins(self, task: PlanTask, rank: int) -> bool:
+        """Return whether a pass of the blocks that run as one begins with a task."""
+        firsts, forward = self.proved.firsts, task._replace(kind="F")
+        if task.kind == "F":
+            return firsts[task, rank] == task
+        return firsts.get((forward._replace(block=task.block + 1), rank)) != firsts[forward, rank]
 
     def _within(self, task: PlanTask, rank: int) -> Iterator[_InnerOperation]:
         plan, index = self.plan, task.block

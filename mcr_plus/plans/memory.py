@@ -9,6 +9,7 @@ import numpy as np
 
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.layout.layout import Layout
 from mcr_plus.plans.language import ALONG_DATA, PlanTask
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, work_share
 from mcr_plus.plans.sums import gradient_groups
@@ -61,12 +62,19 @@ class RankMemory:
         fixed = self.fixed(self.blocks)
         starts = {run.task: run.start for run in self.proved.runs if self.rank in run.ranks}
         kept: dict[PlanTask, int] = {}
+        coming: dict[tuple[int, int, int, bool], int] = {}
         now = sum(fixed)
         times, sizes, tasks = [0.0], [now], [PlanTask(0, 0, 0, "F")]
         for item in self.proved.program(self.rank):
             if isinstance(item, PlanTransfer):
+                if self.rank in item.needed.locals:
+                    coming[item[:4]] = self._bytes(item.tensor, item.needed)
+                    now += coming[item[:4]]
                 continue
-            most = now + self.transient(item)
+            is_back = item.kind != "F"
+            came = coming.pop((item.block + is_back, item.micro, item.slice, is_back), 0)
+            now -= came  # of an input it is in `kept`
+            most = now + self.transient(item) + came * is_back
             key = item._replace(kind="F")
             if item.kind == "F":
                 kept[key] = self.kept(item)
@@ -140,6 +148,8 @@ class RankMemory:
         kept *= share
         if self._leaves(task):
             kept += self.end_bytes(index + 1, task, "output")
+        if index and not one and self._comes(task):
+            kept += self.end_bytes(index, task, "input")
         return round(kept)
 
     def transient(self, task: PlanTask) -> int:
@@ -157,14 +167,19 @@ class RankMemory:
         return round(need)
 
     def _leaves(self, task: PlanTask) -> bool:
-        """Return whether a block's output is moved to other ranks, or is the end of a graph."""
-        if task.block == len(self.plan.blocks) - 1:
-            return False
-        return not is_local(self.proved.tensors.values(task.block + 1, task.micro, task.slice))
+        """Return whether a block's output is moved to other ranks."""
+        return task.block < len(self.plan.blocks) - 1 and self._comes(task._replace(block=task.block + 1))
+
+    def _comes(self, task: PlanTask) -> bool:
+        """Return whether a block's input is moved from other ranks."""
+        return not is_local(self.proved.tensors.values(task.block, task.micro, task.slice))
 
     def end_bytes(self, tensor: int, task: PlanTask, end: End) -> int:
         """Return the bytes of the rank's part of x[tensor], of the block after it or before it."""
         layout = self.proved.tensors.end(tensor - (end == "output"), end, task.micro, task.slice)
-        numbers = int(np.prod(layout.local_shape(self.rank) or (0,)))
+        return self._bytes(tensor, layout)
+
+    def _bytes(self, tensor: int, layout: Layout) -> int:
         before = self.plan.blocks[tensor - 1]
+        numbers = int(np.prod(layout.local_shape(self.rank) or (0,)))
         return numbers * before.output // max(int(np.prod(before.shape)), 1)

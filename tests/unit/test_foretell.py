@@ -11,7 +11,7 @@ from plan_blocks import ITEMS, chain, cluster, layer
 from mcr_plus.bucketing.network import simulate
 from mcr_plus.bucketing.programs import BucketPlan
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, Measured
-from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Role
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, Role, WaitEvent
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.errors import Unsupported
 from mcr_plus.plans.foretell import BestCosts, as_step, foretell
@@ -183,7 +183,9 @@ def test_what_is_beside_a_cut_is_computed_by_all_ranks() -> None:
 def test_parts_in_turn_take_longer() -> None:
     profile = chain([layer(0, forward=0.1)]).model_copy(update={"turn": 0.02})
     expected = 2 * (0.1 + 4 * 0.01) + 0.2
-    assert foretell(prove(co_shard(profile, 1)), costs_of(1)).step_s == pytest.approx(expected)
+    assert foretell(prove(co_shard(profile, 1)), costs_of(1), overhead=0.0).step_s == pytest.approx(expected)
+    begun = foretell(prove(co_shard(profile, 1)), costs_of(1), overhead=0.01).step_s
+    assert begun == pytest.approx(expected + 2 * 0.01)  # each pass of the block
 
 
 def test_an_algorithm_that_was_measured_for_another_operation_is_no_error() -> None:
@@ -239,6 +241,20 @@ def step_on(programs: list[list[float]], cores: int | None, nodes: int = 1) -> f
 def test_equal_ranks_share_cores_evenly(ranks: int, cores: int) -> None:
     found = step_on([[0.5, 1.0, 0.25]] * ranks, cores)
     assert found == pytest.approx(1.75 * max(ranks / cores, 1.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_rank_that_waits_takes_little_of_a_core(cores: int) -> None:
+    """One that waits for the other polls: a tenth of a core, if they share one."""
+    issue = IssueEvent(0, "broadcast", 8, (0, 1), "", dtype="float32")
+    roles = Role((0,), (ComputeEvent("", 2.0), issue)), Role((1,), (issue, WaitEvent(0)))
+    step = CapturedStep(2, 1, "", 1.0, 0.0, roles)
+    topology = Topology.of({"nodes": 1, "ranks_per_node": 2, "cores": cores})
+    costs = ClusterCosts(
+        [Measured("broadcast", "gloo", Placement(2, 1, 2), TimeCurve.through({8: 1.0}))], topology
+    )
+    found = simulate(step, BucketPlan(library="gloo"), costs).step_s
+    assert found == pytest.approx(2.0 * (1.1 if cores == 1 else 1.0), rel=1e-5)
 
 
 def shared(works: list[float], cores: int) -> float:

@@ -30,8 +30,8 @@ def peaks(plan: ModelPlan) -> list[int]:
 
 
 def piece(stage: int) -> int:
-    """Return what a stage keeps of a micro-batch: saved activations, and its output if it is sent."""
-    return (SAVED + (OUTPUT if stage < STAGES - 1 else 0)) // MICRO
+    """Return what a stage keeps of a micro-batch: saved activations, and what comes and what is sent."""
+    return (SAVED + OUTPUT * ((stage > 0) + (stage < STAGES - 1))) // MICRO
 
 
 def test_one_f_one_b_keeps_a_micro_batch_for_each_stage_that_follows() -> None:
@@ -40,15 +40,24 @@ def test_one_f_one_b_keeps_a_micro_batch_for_each_stage_that_follows() -> None:
         "gpipe": [MICRO] * STAGES,
         "eager-1f1b": [min(2 * (STAGES - 1 - stage) + 1, MICRO) for stage in range(STAGES)],
     }
+    # In a backward pass a gradient has come, and inputs of later micro-batches, where some are left.
+    coming: dict[Schedule, list[int]] = {
+        "1f1b": [1, 2, 2, 1],
+        "gpipe": [1, 1, 1, 0],
+        "eager-1f1b": [1, 3, 2, 1],
+    }
     for schedule, alive in kept.items():
         plan = hybrid(profile(), STAGES, stages=STAGES, micro_batches=MICRO, schedule=schedule)
-        assert peaks(plan) == [alive[stage] * piece(stage) for stage in range(STAGES)], schedule
+        expected = [
+            alive[stage] * piece(stage) + coming[schedule][stage] * OUTPUT // MICRO for stage in range(STAGES)
+        ]
+        assert peaks(plan) == expected, schedule
 
 
 def test_few_micro_batches_are_all_that_is_kept() -> None:
     plan = hybrid(profile(), STAGES, stages=STAGES, micro_batches=2)
-    piece_of_two = [(SAVED + (OUTPUT if stage < STAGES - 1 else 0)) // 2 for stage in range(STAGES)]
-    assert peaks(plan) == [min(STAGES - s, 2) * piece_of_two[s] for s in range(STAGES)]
+    piece_of_two = [piece(stage) * MICRO // 2 for stage in range(STAGES)]
+    assert peaks(plan) == [min(STAGES - s, 2) * piece_of_two[s] + OUTPUT // 2 for s in range(STAGES)]
 
 
 def test_transient_bytes_are_there_while_a_task_runs() -> None:
@@ -69,8 +78,8 @@ def test_recomputed_blocks_keep_their_input_alone() -> None:
     inputs = [0, OUTPUT, OUTPUT, OUTPUT]
     sent = [OUTPUT, OUTPUT, OUTPUT, 0]
     again = [SAVED + each for each in sent]
-    # All inputs; the outputs that are sent, made by forward passes, which keep nothing else.
-    expected = [inputs[s] + again[s] // MICRO for s in range(STAGES)]
+    # All inputs; the outputs that are sent, made by forward passes, which keep nothing else; a gradient.
+    expected = [inputs[s] + (again[s] + sent[s]) // MICRO for s in range(STAGES)]
     assert peaks(plan) == expected
 
 

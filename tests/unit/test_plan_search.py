@@ -285,9 +285,9 @@ def test_a_pipeline_gets_the_fastest_schedule_that_fits(sliced: bool) -> None:
     assert len(best.choice.stages) == 4
     assert (best.choice.schedule, best.choice.slices) == (("1f1b", 8) if sliced else ("zero-bubble", 1))
     plain = foretell(prove(hybrid(profile, 4, stages=4, micro_batches=2)), costs).step_s
-    assert best.step < plain == pytest.approx((2 + 3) * 0.15, rel=0.01)
+    assert best.step < plain == pytest.approx((2 + 3) * 0.15, rel=0.015)
     if sliced:  # passes of 16 parts on 4 stages
-        assert best.step == pytest.approx((16 + 3) / 16 * 0.3, rel=0.1)
+        assert best.step == pytest.approx((16 + 3) * (0.3 / 16 + 2 * OVERHEAD), rel=0.1)
 
 
 def test_a_search_among_many_ranks_ends() -> None:

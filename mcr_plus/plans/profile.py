@@ -186,7 +186,8 @@ class _Flow(TorchDispatchMode):
             user = next(name for time, name in around.uses if time >= kid.time)
             raise Unsupported(
                 f"{kid.name}: no block of a chain: the tensor {list(around.shape)} that {around.maker} makes "
-                f"goes around it, to {user}; expected its input alone (a skip within a module is fine)"
+                f"goes around it, to {user}; expected its input alone (a skip within a module is fine); "
+                "`mcr.wrap` and `mcr.fsdp` take any model"
             )
         starts = [kid for kid in call.kids if kid.cut is not None or call.number == 0]
         one = type(call.module) is not nn.Sequential and inner_axes(call.module)

@@ -380,7 +380,7 @@ class _Tables:
             if place not in alike:
                 alike[place] = np.array([self._sent(index, int(n), pair) for index, n in enumerate(output)])
             sends[:, stage] = alike[place]
-        return BlockCosts(seconds + inner, extra, keeps, fixeds, transients, output, sends, sums)
+        return BlockCosts(seconds + inner, extra, keeps, fixeds, transients, output, kept_input, sends, sums)
 
     def _sent(self, block: int, nbytes: int, pair: Sequence[int]) -> float:
         """Return the seconds of a block's output and its gradient, with the fastest codec."""

@@ -24,8 +24,8 @@ class BlockCosts(NamedTuple):
 
     `seconds`: in the first way. `extra`: further seconds of each way, [blocks, ways], 0 in the first one.
     `kept`, `fixed`, `transient`: bytes kept for the backward pass; of parameters, gradients and state; while
-    the block runs; each [blocks, ways]. `output`: bytes that go to the next stage. `sends`: seconds of this,
-    [blocks, stages]. `sums`: seconds of the gradients' sum.
+    the block runs; each [blocks, ways]. `output`, `input`: bytes that go to the next stage, and come from
+    the one before. `sends`: seconds of the output, [blocks, stages]. `sums`: seconds of the gradients' sum.
     """
 
     seconds: Floats
@@ -34,6 +34,7 @@ class BlockCosts(NamedTuple):
     fixed: Ints
     transient: Ints
     output: Ints
+    input: Ints
     sends: Floats
     sums: Floats
 
@@ -43,7 +44,7 @@ def prepare() -> None:
     ones, extra, few = np.ones(2), np.array([[0.0, 1.0]] * 2), np.ones((2, 2), np.int64)
     for kept in ([1, 1], [CELLS, 1], [CELLS, CELLS]):
         sizes = few * kept, few, few, few[0]
-        solve(BlockCosts(ones, extra, *sizes, np.ones((2, 1)), ones), 1, 1, CELLS)
+        solve(BlockCosts(ones, extra, *sizes, few[0], np.ones((2, 1)), ones), 1, 1, CELLS)
 
 
 class Solution(NamedTuple):
@@ -76,7 +77,7 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
     seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
     if not np.isfinite(seconds):
         alive = np.minimum(stages - np.arange(stages), micro_batches)
-        return Solution(math.inf, (), (), int(_least_memory(*costs[2:6], alive)))
+        return Solution(math.inf, (), (), int(_least_memory(*costs[2:7], alive)))
     cuts = tuple(range(low, high) for low, high in pairwise(bounds.tolist()))
     ways: list[int] = []
     peak = 0
@@ -90,15 +91,20 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
 
 
 def stage_memory(costs: BlockCosts, ways: Ints, inflight: int) -> int:
-    """Return the bytes of a stage with these blocks, which keeps `inflight` micro-batches."""
+    """Return the bytes of a stage with these blocks, which keeps `inflight` micro-batches.
+
+    The input of one more has come, and a gradient.
+    """
     at = np.arange(len(ways)), ways
     transient = costs.transient.max() if ways.any() else costs.transient[:, 0].max()
-    return int((costs.fixed + costs.kept * inflight)[at].sum() + transient + costs.output[-1] * inflight)
+    moved = (costs.output[-1] + costs.input[0]) * (inflight + 1)
+    return int((costs.fixed + costs.kept * inflight)[at].sum() + transient + moved)
 
 
 def _in_cells(costs: BlockCosts, inflight: int, most: int) -> tuple[NDArray[Any], ...]:
     """Return the times and memory of a stage's blocks, in units of the bound, for `_stage_times`."""
-    sizes = costs.fixed + costs.kept * inflight, costs.transient, costs.output * inflight
+    moved = [each * (inflight + 1) for each in (costs.output, costs.input)]
+    sizes = costs.fixed + costs.kept * inflight, costs.transient, *moved
     return costs.seconds, costs.extra, *(-(np.minimum(each, most + 1) * -CELLS // most) for each in sizes)
 
 
@@ -113,15 +119,15 @@ def _more(least, next_, extra, sizes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _stage_times(seconds, extra, sizes, transient, output, best):  # type: ignore[no-untyped-def]
+def _stage_times(seconds, extra, sizes, transient, output, input_, best):  # type: ignore[no-untyped-def]
     """Set best[i, j] to the least seconds of a stage of blocks i to j-1 that fits; infinity if none does."""
     count = len(seconds)
     least, next_ = np.empty(CELLS + 1), np.empty(CELLS + 1)
     for begin in range(count):
         least[:] = np.inf
         least[0] = 0.0
-        base, used, most, most_other = 0.0, 0, 0, 0
-        follows = sizes[begin:, 0].sum() + transient[:, 0].max() + output.max() > CELLS  # some does not fit
+        base, used, most, most_other, room = 0.0, 0, 0, 0, CELLS - input_[begin]
+        follows = sizes[begin:, 0].sum() + transient[:, 0].max() + output.max() > room  # some does not fit
         for end in range(begin, count):
             base += seconds[end]
             used += sizes[end, 0]
@@ -129,29 +135,30 @@ def _stage_times(seconds, extra, sizes, transient, output, best):  # type: ignor
             if follows:
                 _more(least, next_, extra[end], sizes[end])
                 least, next_ = next_, least
-            if used + most + output[end] <= CELLS:
+            if used + most + output[end] <= room:
                 best[begin, end + 1] = base
                 continue
             found = np.inf
-            for cell in range(CELLS + 1 - most_other - output[end]):
+            for cell in range(room + 1 - most_other - output[end]):
                 found = min(found, least[cell])
             best[begin, end + 1] = base + found
             follows = least.min() < np.inf
 
 
 @compiled
-def _ways(seconds, extra, sizes, transient, output):  # type: ignore[no-untyped-def]
+def _ways(seconds, extra, sizes, transient, output, input_):  # type: ignore[no-untyped-def]
     """Return the way of each block of a stage, for the least time."""
     count = len(seconds)
     found = np.zeros(count, np.int64)
-    if sizes[:, 0].sum() + transient[:, 0].max() + output[count - 1] <= CELLS:
+    room = CELLS - output[count - 1] - input_[0]
+    if sizes[:, 0].sum() + transient[:, 0].max() <= room:
         return found
     table = np.empty((count + 1, CELLS + 1))
     table[0] = np.inf
     table[0, 0] = 0.0
     for block in range(count):
         _more(table[block], table[block + 1], extra[block], sizes[block])
-    at = np.argmin(table[count, : CELLS + 1 - transient.max() - output[count - 1]])
+    at = np.argmin(table[count, : room + 1 - transient.max()])
     for block in range(count - 1, -1, -1):
         for way in range(sizes.shape[1]):
             before = at - sizes[block, way]
@@ -220,7 +227,7 @@ def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _least_memory(kept, fixed, transient, output, inflight):  # type: ignore[no-untyped-def]
+def _least_memory(kept, fixed, transient, output, input_, inflight):  # type: ignore[no-untyped-def]
     """Return the fewest bytes of the fullest stage: see `stage_memory`."""
     stages, count = len(inflight), len(kept)
     least = np.full((stages + 1, count + 1), np.inf)
@@ -233,6 +240,7 @@ def _least_memory(kept, fixed, transient, output, inflight):  # type: ignore[no-
                 plain += sizes[0]
                 other += sizes.min()
                 most, most_other = max(most, transient[end, 0]), max(most_other, transient[end].max())
-                own = min(plain + most, other + most_other) + output[end] * inflight[stage]
+                own = min(plain + most, other + most_other)
+                own += (output[end] + input_[begin]) * (inflight[stage] + 1)
                 least[stage + 1, end + 1] = min(least[stage + 1, end + 1], max(least[stage, begin], own))
     return least[stages, count]

@@ -34,9 +34,11 @@ _ADDED_AS_THEY_ARE: Final = (torch.float32, torch.float64)
 """Dtypes whose sum of two values is the same over all libraries."""
 # Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster, but for reductions from
 # about 256 KiB on, where gloo takes half as long, and for large operations beside a computation, during which
-# gloo's threads go on and MPI waits to be polled. Measured with Open MPI 5.0, gloo of torch 2.13, two x86
-# cores (benchmarks/results/collectives_x86-2core-two-hosts_202611.md); `tune` measures other machines.
+# gloo's threads go on and MPI waits to be polled: messages above its eager limit, too. Measured with Open MPI
+# 5.0, gloo of torch 2.13, two x86 cores (benchmarks/results/collectives_x86-2core-two-hosts_202611.md);
+# `tune` measures other machines.
 _CROSSOVER: Final = 256 * 1024
+_EAGER: Final = 64 * 1024
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
     "MPICH": "mpich_2ranks_1host.yaml",
@@ -245,7 +247,8 @@ class SelectStage(Stage):
         if self._context.config.backends is not None:
             return list(known)
         nbytes = self._nbytes(signature)
-        large = self._nodes > 1 and (nbytes is None or nbytes >= _CROSSOVER)
+        least = _EAGER + 1 if signature.is_p2p else _CROSSOVER
+        large = self._nodes > 1 and (nbytes is None or nbytes >= least)
         # Both ends of a message must choose alike, whether they wait or not.
         beside = signature.async_op or signature.is_p2p or signature.kind in REDUCING
 

@@ -13,6 +13,7 @@ from itertools import groupby, pairwise
 from math import exp, log
 from typing import Final
 
+from mcr_plus.backends import backend_class
 from mcr_plus.core.kinds import KINDS, Kind
 from mcr_plus.core.units import Range
 from mcr_plus.errors import Unsupported
@@ -28,6 +29,8 @@ _UNPROVEN: Final = 0.2  # weight of a difference inside the confidence intervals
 _BITS: Final = 5
 _FAR: Final = 32  # ratio of sizes that are too far apart to interpolate; the first sizes are closer
 _LATENCY: Final = 1024  # bytes
+_EAGER: Final = 1 << 16  # bytes of a message; a larger one moves only while both ranks poll, if they have to
+_BESIDE: Final = 3.0  # times as long may a message take that goes on while its ranks compute
 
 Timings = Mapping[int, Mapping[str, Timing]]
 
@@ -127,7 +130,7 @@ def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[
         reach = _reach(key, part, first=not rules)
         if reach.lo > (end or 0):
             rules.append(TableRule(BUILT_IN, end or 0, reach.lo, key))
-        pieces = _pieces(part, spans, reach)
+        pieces = _pieces(_beside_computing(part) if _is_far_message(key) else part, spans, reach)
         for candidate, run in groupby(pieces, lambda piece: piece[0]):
             sizes = [span for _, span in run]
             low, high = sizes[0].lo, sizes[-1].hi
@@ -140,8 +143,32 @@ def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[
     return rules
 
 
+def _is_far_message(key: TableKey) -> bool:
+    return key.kind == "send" and key.nodes is not None and key.nodes.lo > 1
+
+
+def _is_polled(candidate: str) -> bool:
+    return backend_class(candidate.partition(":")[0]).host_driven
+
+
+def _beside_computing(timings: Timings) -> Timings:
+    """Leave out libraries that wait to be polled, where another one takes little longer for a message.
+
+    Both ends of a message choose alike, whether they wait for it or compute meanwhile.
+    """
+    found = dict(timings)
+    for size, each in timings.items():
+        threaded = {candidate: timing for candidate, timing in each.items() if not _is_polled(candidate)}
+        best = min(timing.p50 for timing in each.values())
+        if size > _EAGER and any(timing.p50 <= _BESIDE * best for timing in threaded.values()):
+            found[size] = threaded
+    return found
+
+
 def _reason(rule: TableRule) -> str:
     """Return the reason why a rule does not follow the medians of its sizes; '' if it does."""
+    if _is_far_message(rule.key) and rule.backend != BUILT_IN and not _is_polled(rule.backend):
+        return "its messages go on while ranks compute; those of libraries without threads wait to be polled"
     if all(
         (rule.advantage(candidate) or CLEAR) >= CLEAR
         for candidate in rule.measured

@@ -55,6 +55,12 @@ def whole_size(kind: str, nbytes: int, dtype: str, ranks: int) -> int:
     return max(unit, nbytes // unit * unit)
 
 
+def partner(rank: int, size: int) -> int | None:
+    """Return the rank with which a rank exchanges messages; on two hosts, one of the other host."""
+    half = size // 2
+    return (rank + half) % (2 * half) if rank < 2 * half else None
+
+
 class OpUnderTest:
     """Tensors of a case on this rank, and the calls that use them."""
 
@@ -109,10 +115,10 @@ class OpUnderTest:
         return (*tensors, root) if row.rooted else tensors
 
     def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
-        """Return a round trip with the neighbour; a no-op on the last rank if it has no neighbour."""
+        """Return a round trip with the partner; a no-op on the last rank if it has none."""
         rank = self._comm.rank
-        peer = rank ^ 1
-        if peer >= self._comm.size:
+        peer = partner(rank, self._comm.size)
+        if peer is None:
             return lambda: None
         first, second = (send, recv) if rank < peer else (recv, send)
         return lambda: (first(peer), second(peer))
@@ -174,8 +180,8 @@ class OpUnderTest:
             return np.concatenate(given)
         if kind == "all_to_all":
             return np.concatenate([values.reshape(size, -1)[rank] for values in given])
-        if kind == "send" and (rank ^ 1) < size:
-            return given[rank ^ 1]
+        if kind == "send" and (peer := partner(rank, size)) is not None:
+            return given[peer]
         if kind in ("gather", "send", "barrier"):
             return None
         raise Unsupported(f"{kind}: its results cannot be verified, so it is not measured")

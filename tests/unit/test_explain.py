@@ -848,6 +848,8 @@ def test_a_rules_codec_that_cannot_take_an_operation_is_explained(tmp_path: Path
         ("all_gather", "4MiB", True, "gloo"),  # beside a computation
         ("all_to_all_v", "4MiB", False, "mpi"),
         ("send", "4MiB", False, "gloo"),  # as an isend: its receiver may have chosen either
+        ("send", "65540", False, "gloo"),  # above MPI's eager limit it would wait to be polled
+        ("send", "64KiB", False, "mpi"),
     ],
 )
 def test_the_preference_between_hosts(kind: str, nbytes: str, async_op: bool, chosen: str) -> None:

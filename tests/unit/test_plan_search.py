@@ -52,7 +52,7 @@ def instance(draw: random.Random) -> tuple[Costs, int, int, int]:
         "extra": [[0.0, *more] for more in zip(*(times() for _ in range(1, ways)), strict=True)]
         if ways > 1 else [[0.0]] * blocks,
         "kept": in_ways(sizes, 1), "fixed": in_ways(sizes, 1), "transient": in_ways(sizes, 0.5),
-        "output": sizes(0.3), "sends": [
+        "output": sizes(0.3), "input": sizes(0.3), "sends": [
             [draw.choice([0.0, 1.5]) * draw.random() for _ in range(stages)] for _ in range(blocks)
         ],
         "sums": times(),
@@ -73,7 +73,8 @@ def stage_of(
     transient = max(
         max(costs["transient"][block][:1] if plain else costs["transient"][block]) for block in blocks
     )
-    sizes += [transient, costs["output"][blocks[-1]] * inflight]
+    moved = costs["output"][blocks[-1]], costs["input"][blocks[0]]
+    sizes += [transient, *(each * (inflight + 1) for each in moved)]
     return seconds, sum(sizes), sum(-(-size * CELLS // most) for size in sizes) <= CELLS
 
 

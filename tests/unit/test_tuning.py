@@ -528,6 +528,29 @@ def test_consistent_advantage_within_the_noise_counts() -> None:
     assert set(choose(once)) == {"b"}
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_large_messages_between_hosts_go_on_while_ranks_compute(nodes: int) -> None:
+    """MPI's wait for a poll above its eager limit; gloo's threads move them, in up to three times as long."""
+    times = {
+        1 << 12: (50, 900),
+        1 << 16: (150, 200),
+        1 << 17: (400, 1100),
+        1 << 18: (400, 1300),
+        1 << 20: (9e3, 1e4),
+    }
+    samples = [
+        Sample(BenchCase("send", size, "float32"), name, False, Timing(*[float(us)] * 5, 9))
+        for size, each in times.items() for name, us in zip(("mpi", "gloo"), each, strict=True)
+    ]  # fmt: skip
+    request = TableRequest(("send",), 1 << 12, 1 << 20, 2, ("mpi", "gloo"))
+    table = build_table(request, samples, HERE, nodes)
+    rules = [table.lookup(Query("send", size, "float32", 2, nodes, 2 // nodes)) for size in times]
+    chosen = [rule.backend for rule in rules if rule is not None]
+    assert chosen == (["mpi", "mpi", "gloo", "mpi", "gloo"] if nodes == 2 else ["mpi"] * 5)
+    assert rules[0] is not None
+    assert rules[0].measured["gloo"][1 << 12] == 900
+
+
 def test_a_crossover_lies_where_two_lines_meet() -> None:
     # 16 → 256 bytes: a from 1 to 16 µs, b constant 4 µs: a power law meets it at 64 bytes
     times = {16: {"a": timing(1.0), "b": timing(4.0)}, 256: {"a": timing(16.0), "b": timing(4.0)}}

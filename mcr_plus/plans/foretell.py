@@ -24,7 +24,7 @@ from mcr_plus.layout.native import native
 from mcr_plus.plans.codecs import transfer_codec
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
-from mcr_plus.plans.sums import BUCKET, complete, gradient_groups, peers
+from mcr_plus.plans.sums import complete, gradient_groups, in_buckets, peers
 from mcr_plus.tables import FOLDER as BUILTIN
 from mcr_plus.tables.scaling import Placement
 from mcr_plus.tables.table import load_table
@@ -121,21 +121,17 @@ class _PlanStep:
     def sums(self) -> list[PlannedSum]:
         """Sums of gradients of all groups."""
         times = complete(self.proved)
-        keyed: dict[tuple[tuple[int, ...], Held], list[tuple[float, int]]] = defaultdict(list)
+        keyed: dict[tuple[tuple[int, ...], Held], list[PlannedSum]] = defaultdict(list)
         for index, block in enumerate(self.plan.blocks):
             for ranks in gradient_groups(self.plan, index, cut=True):
-                share = parameter_share(self.plan, index, ranks[0])
-                if len(ranks) > 1 and block.gradients:
-                    found = times[index], round(share * block.gradients)
-                    keyed[ranks, self.plan.held[index]].append(found)
-        made = []
-        for (ranks, held), members in keyed.items():
-            held_bytes = 0
-            for number, (time, nbytes) in enumerate(sorted(members)):
-                held_bytes += nbytes
-                if number == len(members) - 1 or held_bytes >= BUCKET or held == "parameters":
-                    made.append(PlannedSum(ranks, time, held_bytes, held))
-                    held_bytes = 0
+                nbytes = round(parameter_share(self.plan, index, ranks[0]) * block.gradients)
+                if len(ranks) > 1 and nbytes:
+                    one = PlannedSum(ranks, times[index], nbytes, self.plan.held[index])
+                    keyed[one.ranks, one.held].append(one)
+        made = [
+            bucket[-1]._replace(nbytes=sum(each.nbytes for each in bucket))
+            for members in keyed.values() for bucket in in_buckets(members)
+        ]  # fmt: skip
         return sorted(made, key=lambda each: (each.time, each.ranks))
 
     def events(self, rank: int) -> Iterator[Event]:

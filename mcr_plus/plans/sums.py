@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +20,13 @@ from mcr_plus.plans.checkpoint import boxes_of, everyone
 from mcr_plus.plans.language import ALONG_DATA, Held, ModelPlan
 
 if TYPE_CHECKING:
+    from mcr_plus.plans.foretell import PlannedSum
     from mcr_plus.plans.proof import ProvedPlan
     from mcr_plus.plans.run import ParallelModel
 
 BUCKET: Final = 25 << 20
 """Bytes of gradients from which a bucket is full."""
+_Gradient = TypeVar("_Gradient", "OwnParameter", "PlannedSum")
 _TAG: Final = "plan.gradients"
 
 
@@ -82,6 +85,26 @@ class OwnParameter(NamedTuple):
     time: float
     held: Held
     group: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradient."""
+        return self.param.numel() * self.param.element_size()
+
+
+def in_buckets(members: Iterable[_Gradient], size: int = BUCKET) -> Iterator[list[_Gradient]]:
+    """Yield gradients in buckets, in the order of time; a bucket ends with the gradients of one time.
+
+    Members have a `time`, `nbytes`, and `held`; those with parameters in shards are gathered time by time.
+    """
+    bucket: list[_Gradient] = []
+    for _, same in groupby(sorted(members, key=lambda each: each.time), key=lambda each: each.time):
+        bucket += same
+        if bucket[0].held == "parameters" or sum(each.nbytes for each in bucket) >= size:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def complete(proved: ProvedPlan) -> dict[int, float]:
@@ -213,20 +236,11 @@ def make_buckets(
     """Return the buckets of this rank's parameters, alike on all ranks of a group; in the order of time."""
     keyed: dict[Any, list[OwnParameter]] = defaultdict(list)
     for each in own:
-        block = each.time if each.held == "parameters" else None  # gathered block by block
-        kind = each.param.dtype, each.param.device
-        keyed[each.ranks, each.held, each.group, kind, block].append(each)
-    found: list[tuple[tuple[int, ...], GradientBucket]] = []
-    for (ranks, held, *_), members in keyed.items():
-        members.sort(key=lambda each: each.time)
-        bucket: list[OwnParameter] = []
-        for number, each in enumerate(members):
-            bucket.append(each)
-            full = sum(one.param.numel() * one.param.element_size() for one in bucket) >= size
-            if number == len(members) - 1 or (full and members[number + 1].time > each.time):
-                params = [one.param for one in bucket]
-                found.append((ranks, GradientBucket(params, comms.get(ranks), each.time, held)))
-                bucket = []
+        keyed[each.ranks, each.held, each.group, each.param.dtype, each.param.device].append(each)
+    found = [
+        (ranks, GradientBucket([one.param for one in bucket], comms.get(ranks), bucket[-1].time, held))
+        for (ranks, held, *_), members in keyed.items() for bucket in in_buckets(members, size)
+    ]  # fmt: skip
     return [bucket for _, bucket in sorted(found, key=lambda pair: (pair[1].time, pair[0]))]
 
 

@@ -29,7 +29,9 @@ _COMPUTING: Final = 0
 _BLOCKED: Final = 1
 _ENDED: Final = 2
 _CLOSE: Final = 1e-12  # relative tolerance of equal rates
-_WAITING: Final = 0.1  # share of a core that a waiting rank takes from others: its polls, with cold caches
+# Share of a core that a waiting rank takes from others: its polls (0.1 to 0.15), and the time until the
+# scheduler has found a core for those that compute. Fitted to pipelines of four ranks on two cores.
+_WAITING: Final = 0.3
 
 
 class Programs(NamedTuple):

@@ -245,7 +245,7 @@ def test_equal_ranks_share_cores_evenly(ranks: int, cores: int) -> None:
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_a_rank_that_waits_takes_little_of_a_core(cores: int) -> None:
-    """One that waits for the other polls: a tenth of a core, if they share one."""
+    """One that waits for the other polls: a part of a core, if they share one."""
     issue = IssueEvent(0, "broadcast", 8, (0, 1), "", dtype="float32")
     roles = Role((0,), (ComputeEvent("", 2.0), issue)), Role((1,), (issue, WaitEvent(0)))
     step = CapturedStep(2, 1, "", 1.0, 0.0, roles)
@@ -254,7 +254,7 @@ def test_a_rank_that_waits_takes_little_of_a_core(cores: int) -> None:
         [Measured("broadcast", "gloo", Placement(2, 1, 2), TimeCurve.through({8: 1.0}))], topology
     )
     found = simulate(step, BucketPlan(library="gloo"), costs).step_s
-    assert found == pytest.approx(2.0 * (1.1 if cores == 1 else 1.0), rel=1e-5)
+    assert found == pytest.approx(2.0 * (1.3 if cores == 1 else 1.0), rel=1e-5)
 
 
 def shared(works: list[float], cores: int) -> float:

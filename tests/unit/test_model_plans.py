@@ -293,10 +293,12 @@ def test_schedules_take_the_time_of_closed_forms(stages: int, micro_batches: int
     assert ideal("gpipe") == pytest.approx(whole)
     assert ideal("1f1b") == pytest.approx(whole)
     assert ideal("eager-1f1b") == pytest.approx(whole)
+    # In two halves a backward pass takes a tenth longer, of which the bubble has a part.
+    least, more = 3.2 * micro_batches + stages - 1, 0.1 * (stages - 1) + 1e-9
     if micro_batches >= 2 * stages - 1:
-        assert ideal("zero-bubble") == pytest.approx(3 * micro_batches + stages - 1)
+        assert least - 1e-9 <= ideal("zero-bubble") <= least + more
     else:
-        assert 3 * micro_batches + stages - 1 <= ideal("zero-bubble") <= whole
+        assert 3 * micro_batches + stages - 1 <= ideal("zero-bubble") <= whole + 0.2 * micro_batches
 
 
 @pytest.mark.parametrize(

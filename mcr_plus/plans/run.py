@@ -27,6 +27,7 @@ from mcr_plus.plans.joining import joined_blocks
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan
 from mcr_plus.plans.moves import moves, open_groups
 from mcr_plus.plans.part import ModelPart, drop_parameters
+from mcr_plus.plans.plan_file import plan_text
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, prove
 from mcr_plus.plans.slices import PastSlices, SlicePass
 from mcr_plus.plans.space import cut_space
@@ -91,7 +92,11 @@ def parallelize(
     expect("model", model, nn.Module)
     expect("optimizer", optimizer, torch.optim.Optimizer)
     first = broadcast_object(plan.plan if isinstance(plan, ProvedPlan) else plan, 0)
-    proved = plan if isinstance(plan, ProvedPlan) and plan.plan is first else prove(first)
+    if isinstance(plan, ProvedPlan) and plan.plan is first:
+        proved = plan
+    else:
+        found, key = world().attached.get("found", {}), ("plan", plan_text(first))  # by a simulated rank
+        proved = found.get(key) or found.setdefault(key, prove(first))
     if proved.plan.ranks != get_world_size():
         raise InvalidArgument(f"plan: made for {proved.plan.ranks} ranks; the job has {get_world_size()}")
     if optimizer.state:
@@ -262,13 +267,11 @@ class ParallelModel:
 
     def _compiled(self) -> Sequence[Callable[[], None]]:
         """Return the rank's program as bound calls."""
-        items = self.proved.program(self.rank)
         joined = joined_blocks(self.proved, self.rank)
         graphs: dict[tuple[int, int, int], BlockGraph] = {}
         keyed: list[tuple[tuple[float, ...], Callable[[], None]]] = []
-        at = 0.0
         starts = {(run.task, rank): run.start for run in self.proved.runs for rank in run.ranks}
-        for item in items:
+        for item in self.proved.program(self.rank):
             if isinstance(item, PlanTransfer):
                 at = item.time
                 keyed.append(((at, 0), partial(self._move, item, self._redistribution(item))))
@@ -327,16 +330,15 @@ class ParallelModel:
             InvalidArgument: the batch has another number of items than the plan's.
         """
         items = self.plan.profile.input[0]
-        if not any(tensor.ndim and len(tensor) == items for tensor in tensors_in(batch)):
-            shapes = [list(tensor.shape) for tensor in tensors_in(batch)]
+        shapes = [list(tensor.shape) for tensor in tensors_in(batch)]
+        if not any(shape[:1] == [items] for shape in shapes):
             raise InvalidArgument(f"batch: shapes {short(shapes)}; the plan is for {items} items")
         for bucket in self.buckets:
             bucket.reset()
         self._loss: Tensor | None = None
         self._batch = batch
-        self._made.clear()  # of a step that has failed
-        self._moving.clear()
-        self._past.kept.clear()  # of blocks without a backward pass
+        for kept in (self._made, self._moving, self._past.kept):
+            kept.clear()  # of a step that has failed, and of blocks without a backward pass
         for call in self._program:
             call()
         self._batch = None

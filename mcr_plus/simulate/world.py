@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -91,6 +91,7 @@ class SimulatedRuntime(Runtime):
     ) -> Communicator:
         made = super().open_group(name, ranks, config, checked=checked)
         made.attached["unheard"] = ranks  # layouts compute what these would say
+        made.attached["found"] = ChainMap(self.recorder.record.values, self.recorder.known)  # for later ranks
         return made
 
     def agree(  # noqa: D102

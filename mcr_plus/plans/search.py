@@ -288,7 +288,8 @@ def _choices(
         axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how == "exchange"
     ]  # what `tensor_cut` deals among ranks that share the batch
     sequence = any("sequence" in block.axes and "heads" in block.axes for block in blocks)
-    for tensor in [n for n in _divisors(ranks) if n == 1 or (inner and n <= min(min(inner), per_node))]:
+    most = min(*inner, per_node) if inner else 1
+    for tensor in [n for n in _divisors(ranks) if n <= most or (dealt and n <= min(dealt))]:
         for stages in [n for n in _divisors(ranks // tensor) if n <= len(blocks)]:
             data = ranks // tensor // stages
             if data > 1 and not all_cut:
@@ -296,9 +297,11 @@ def _choices(
             numbers = [1 << power for power in range(11)] if micro_batches is None else micro_batches
             for micro in [n for n in numbers if n * data <= items and (n == 1 or all_cut)]:
                 helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer")
-                shares = dealt and all_cut and tensor > 1 and micro * data * tensor <= items
-                outsides = [None, *(["sequence"] if tensor > 1 and sequence else [])]
-                outsides += ["batch"] if shares and not any(number % tensor for number in dealt) else []
+                shares = dealt and all_cut and 1 < tensor <= min(dealt) and micro * data * tensor <= items
+                outsides = (
+                    [None, *(["sequence"] if tensor > 1 and sequence else [])] if tensor <= most else []
+                )
+                outsides += ["batch"] if shares else []
                 for held in helds:
                     for outside in outsides:
                         yield PlanChoice(data, tensor, micro, held, outside), stages

@@ -114,7 +114,7 @@ def plan_of(profile: Profile, ranks: int, spec: dict[str, Any]) -> ModelPlan:
     return (named if "name" in spec else hybrid)(profile=profile, ranks=ranks, **options)
 
 
-@pytest.mark.short("2]")
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_programs_of_torch_have_the_losses_of_one_process(ranks: int, tmp_path: Path) -> None:
     paths, tied = [], ["tied" in spec for spec in PLANS[ranks]]

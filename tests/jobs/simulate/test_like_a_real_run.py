@@ -91,7 +91,8 @@ def simulated(path: str, ranks: int) -> list[Rows]:
     return [[[each.kind, each.own] for each in events if isinstance(each, IssuedCall)] for events in records]
 
 
-@pytest.mark.parametrize("name", [pytest.param("torch", marks=pytest.mark.long), "layouts"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["torch", "layouts"])
 def test_a_simulated_rank_issues_what_a_real_one_does(tmp_path: Path, name: str) -> None:
     ranks, program = PROGRAMS[name]
     path = tmp_path / "train.py"

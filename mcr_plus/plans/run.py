@@ -270,13 +270,13 @@ class ParallelModel:
         joined = joined_blocks(self.proved, self.rank)
         graphs: dict[tuple[int, int, int], BlockGraph] = {}
         keyed: list[tuple[tuple[float, ...], Callable[[], None]]] = []
-        starts = {(run.task, rank): run.start for run in self.proved.runs for rank in run.ranks}
+        starts = {run.task: run.start for run in self.proved.runs if self.rank in run.ranks}
         for item in self.proved.program(self.rank):
             if isinstance(item, PlanTransfer):
                 at = item.time
                 keyed.append(((at, 0), partial(self._move, item, self._redistribution(item))))
                 continue
-            at = starts[item, self.rank]
+            at = starts[item]
             first, last = joined[item]
             if item.block != (first if item.kind == "F" else last):
                 continue  # it runs with another block

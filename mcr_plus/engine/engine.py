@@ -148,7 +148,7 @@ class Engine:
 
     def start_pending(self) -> bool:
         """Start pending operations of libraries with threads of their own; return whether any are left."""
-        if time.monotonic() < self.progressed + LONGEST_NAP:
+        if self.waits and time.monotonic() < self.progressed + LONGEST_NAP:
             return True  # the program starts them as it waits
         with self.lock:
             channels = [channel for channel in self.blocked if _runs_by_itself(channel.pending[0])]

@@ -263,6 +263,17 @@ def _share_connections(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _mark(node_of, rank, is_dirty, dirty, changed):  # type: ignore[no-untyped-def]
+    """Append the ranks on a rank's node to `dirty`; return its new length."""
+    for other in range(len(node_of)):
+        if node_of[other] == node_of[rank] and not is_dirty[other]:
+            is_dirty[other] = True
+            dirty[changed] = other
+            changed += 1
+    return changed
+
+
+@compiled
 def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: ignore[no-untyped-def] # noqa: C901
     # One function: numba counts references to array arguments, and its parts share about forty arrays.
     ranks, slots = queue_of.shape
@@ -326,11 +337,12 @@ def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: 
                         state[r] = _COMPUTING
                         left[r], since[r] = programs.value[event], now
                         active[node_of[r]] += 1
-                        for other in range(ranks) if is_full else range(r, r + 1):
-                            if node_of[other] == node_of[r] and not is_dirty[other]:
-                                is_dirty[other] = True
-                                dirty[changed] = other
-                                changed += 1
+                        if is_full:
+                            changed = _mark(node_of, r, is_dirty, dirty, changed)
+                        elif not is_dirty[r]:
+                            is_dirty[r] = True
+                            dirty[changed] = r
+                            changed += 1
                         break
                 elif code == ISSUE:
                     issued[r, programs.slot[event]] += 1
@@ -346,6 +358,8 @@ def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: 
                         state[r] = _BLOCKED
                         blocked[r, at[r]] = True
                         active[node_of[r]] += _WAITING
+                        if active[node_of[r]] > cores:
+                            changed = _mark(node_of, r, is_dirty, dirty, changed)
                         break
                 else:
                     polls = True
@@ -482,11 +496,8 @@ def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: 
             todo[more] = r
             more += 1
             active[node_of[r]] -= 1
-            for other in range(ranks) if is_full else range(0):
-                if node_of[other] == node_of[r] and not is_dirty[other]:
-                    is_dirty[other] = True
-                    dirty[changed] = other
-                    changed += 1
+            if is_full:
+                changed = _mark(node_of, r, is_dirty, dirty, changed)
             continue
         q = item
         operation = queues.begins[q] + head[q]
@@ -515,6 +526,8 @@ def _run(programs, of_rank, queue_of, queues, shares, node_of, cores):  # type: 
                 waited = queue_of[r, programs.slot[event]]
                 if waited == q and head[q] > programs.number[event]:
                     state[r] = _COMPUTING
+                    if active[node_of[r]] > cores:
+                        changed = _mark(node_of, r, is_dirty, dirty, changed)
                     active[node_of[r]] -= _WAITING
                     when[r, at[r]] = now
                     at[r] += 1

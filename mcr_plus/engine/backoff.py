@@ -38,27 +38,32 @@ def _has_others(engine: Engine, work: IssuedWork, *, rung: bool = False) -> bool
     """Return whether another operation may need polls while this thread waits for `work`.
 
     Operations that start after another one, or that a library's own threads complete, need none. `rung`: nor
-    do those for which the peers of `work` ring.
+    do those for which the peers of `work` ring; but nobody may ring when another one is over.
     """
-    if engine.unordered:
+    if engine.unordered or (rung and _follows(work)):
         return True
     with engine.lock:
         if any(wrapper.needs_polls(work.poll) for wrapper in engine.wrappers):
             return True
         heads = [channel.pending[0] for channel in engine.blocked if channel.pending]
         return any(
-            other is not work
-            and not other.is_done
-            and _needs_polls(other)
-            and not (rung and _wakes(other, work))
+            (rung and _follows(other)) or (_needs_polls(other) and not (rung and _wakes(other, work)))
             for other in (*heads, *engine.in_flight)
+            if other is not work and not other.is_done
         )
+
+
+def _follows(work: IssuedWork) -> bool:
+    """Return whether an operation has not started and waits for another one."""
+    return work.poll is None and work.message.after is not None
 
 
 def _wakes(other: IssuedWork, work: IssuedWork) -> bool:
     """Return whether the peers that ring for `work` also ring for all progress of another operation."""
-    ranks, armed = (set(each.operation.state.group.ranks) for each in (other, work))
-    return other.operation.rings and ranks <= armed
+    if not other.operation.rings:
+        return False
+    ranks, armed = (each.operation.state.group.ranks for each in (other, work))
+    return ranks is armed or set(ranks) <= set(armed)
 
 
 def _needs_polls(work: IssuedWork) -> bool:

@@ -48,6 +48,7 @@ class Engine:
         wrappers: channels that replace libraries' channels, for failover or verification.
         failed: whether any operation has failed.
         waits: the program's current waits that have outlasted the first polls.
+        progressed: time of the last progress by a wait.
         hooks: observers of operations.
     """
 
@@ -85,6 +86,7 @@ class Engine:
         self.blocked: list[BackendChannel] = []
         self.unordered: list[IssuedWork] = []
         self.waits: list[ProgramWait] = []
+        self.progressed = 0.0
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class Engine:
 
     def start_pending(self) -> bool:
         """Start pending operations of libraries with threads of their own; return whether any are left."""
-        if self.waits:
+        if self.waits and time.monotonic() < self.progressed + LONGEST_NAP:
             return True  # the program starts them as it waits
         with self.lock:
             channels = [channel for channel in self.blocked if _runs_by_itself(channel.pending[0])]
@@ -377,7 +379,7 @@ class Engine:
                     _stream(work).order_current_stream()
                     return
                 self.progress()
-                now = time.monotonic()
+                self.progressed = now = time.monotonic()
                 if now >= next_check:
                     self._check(work, now - began)
                     longer = 1 if now - began < _VERY_LONG_WAIT else 25

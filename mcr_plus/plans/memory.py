@@ -166,6 +166,14 @@ class RankMemory:
             need += block.parameters
         return round(need)
 
+    def gradient(self, task: PlanTask) -> int:
+        """Return the bytes of the gradient of a block's output, if it comes from other ranks."""
+        tensor = task.block + 1
+        if tensor == len(self.plan.blocks):
+            return 0
+        ends = self.proved.tensors.gradients(tensor, task.micro, task.slice)
+        return 0 if is_local(ends) else self._bytes(tensor, ends.needed)
+
     def _leaves(self, task: PlanTask) -> bool:
         """Return whether a block's output is moved to other ranks."""
         return task.block < len(self.plan.blocks) - 1 and self._comes(task._replace(block=task.block + 1))

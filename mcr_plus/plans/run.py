@@ -94,8 +94,11 @@ def parallelize(
     first = broadcast_object(plan.plan if isinstance(plan, ProvedPlan) else plan, 0)
     if isinstance(plan, ProvedPlan) and plan.plan is first:
         proved = plan
-    else:
-        found, key = world().attached.get("found", {}), ("plan", plan_text(first))  # by a simulated rank
+    elif (found := world().attached.get("found")) is None:
+        proved = prove(first)
+    else:  # simulated ranks take over what an earlier one has proved
+        expect("plan", first, ModelPlan)
+        key = "plan", plan_text(first)
         proved = found.get(key) or found.setdefault(key, prove(first))
     if proved.plan.ranks != get_world_size():
         raise InvalidArgument(f"plan: made for {proved.plan.ranks} ranks; the job has {get_world_size()}")

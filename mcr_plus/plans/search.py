@@ -425,7 +425,7 @@ class _Tables:
             kept = one.kept(forward)
             input_ = one.end_bytes(index, forward, "input") if index else 0
             output = one.end_bytes(index + 1, forward, "output") if index + 1 < len(plan.blocks) else 0
-            transient = one.transient(backward)
+            transient = one.transient(backward) + one.gradient(backward)
             fixed = held.fixed([index])
             rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
             for cut in plan.cuts[index]:

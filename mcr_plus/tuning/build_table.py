@@ -130,7 +130,8 @@ def _rules(key: TableKey, timings: Timings, spans: Mapping[str, Range]) -> list[
         reach = _reach(key, part, first=not rules)
         if reach.lo > (end or 0):
             rules.append(TableRule(BUILT_IN, end or 0, reach.lo, key))
-        pieces = _pieces(_beside_computing(part) if _is_far_message(key) else part, spans, reach)
+        allowed = _beside_computing(part, spans) if _is_far_message(key) else (part, spans)
+        pieces = _pieces(*allowed, reach)
         for candidate, run in groupby(pieces, lambda piece: piece[0]):
             sizes = [span for _, span in run]
             low, high = sizes[0].lo, sizes[-1].hi
@@ -151,10 +152,11 @@ def _is_polled(candidate: str) -> bool:
     return backend_class(candidate.partition(":")[0]).host_driven
 
 
-def _beside_computing(timings: Timings) -> Timings:
+def _beside_computing(timings: Timings, spans: Mapping[str, Range]) -> tuple[Timings, Mapping[str, Range]]:
     """Leave out libraries that wait to be polled, where another one takes little longer for a message.
 
-    Both ends of a message choose alike, whether they wait for it or compute meanwhile.
+    Both ends of a message choose alike, whether they wait for it or compute meanwhile. Libraries that are
+    left out at all larger sizes end at the eager limit, and not where the times of two sizes would cross.
     """
     found = dict(timings)
     for size, each in timings.items():
@@ -162,19 +164,25 @@ def _beside_computing(timings: Timings) -> Timings:
         best = min(timing.p50 for timing in each.values())
         if size > _EAGER and any(timing.p50 <= _BESIDE * best for timing in threaded.values()):
             found[size] = threaded
-    return found
+    polled = {candidate for each in timings.values() for candidate in each if _is_polled(candidate)}
+    larger = [polled & found[size].keys() for size in found if size > _EAGER]
+    if larger and not any(larger):
+        end = _EAGER + 1
+        own = {candidate: spans.get(candidate, Range(0)) for candidate in polled}
+        spans = {**spans, **{name: Range(span.lo, min(span.hi or end, end)) for name, span in own.items()}}
+    return found, spans
 
 
 def _reason(rule: TableRule) -> str:
     """Return the reason why a rule does not follow the medians of its sizes; '' if it does."""
-    if _is_far_message(rule.key) and rule.backend != BUILT_IN and not _is_polled(rule.backend):
-        return "its messages go on while ranks compute; those of libraries without threads wait to be polled"
     if all(
         (rule.advantage(candidate) or CLEAR) >= CLEAR
         for candidate in rule.measured
         if candidate != rule.backend
     ):
         return ""
+    if _is_far_message(rule.key) and not _is_polled(rule.backend):
+        return "its messages go on while ranks compute; those of libraries without threads wait to be polled"
     return "faster by no more than the scatter of the figures, or than the least gain of a change"
 
 

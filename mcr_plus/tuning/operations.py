@@ -55,10 +55,12 @@ def whole_size(kind: str, nbytes: int, dtype: str, ranks: int) -> int:
     return max(unit, nbytes // unit * unit)
 
 
-def partner(rank: int, size: int) -> int | None:
-    """Return the rank with which a rank exchanges messages; on two hosts, one of the other host."""
-    half = size // 2
-    return (rank + half) % (2 * half) if rank < 2 * half else None
+def partner(comm: Communicator) -> int | None:
+    """Return the rank with which this one exchanges messages: on hosts of equal size, one of another host."""
+    hosts, half = [comm.hosts[rank] for rank in comm.ranks], comm.size // 2
+    by_host = sorted(range(comm.size), key=lambda rank: hosts.index(hosts[rank]))
+    place = by_host.index(comm.rank)
+    return by_host[(place + half) % (2 * half)] if place < 2 * half else None
 
 
 class OpUnderTest:
@@ -115,9 +117,8 @@ class OpUnderTest:
         return (*tensors, root) if row.rooted else tensors
 
     def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
-        """Return a round trip with the partner; a no-op on the last rank if it has none."""
-        rank = self._comm.rank
-        peer = partner(rank, self._comm.size)
+        """Return a round trip with the partner; a no-op on the rank that has none."""
+        rank, peer = self._comm.rank, partner(self._comm)
         if peer is None:
             return lambda: None
         first, second = (send, recv) if rank < peer else (recv, send)
@@ -180,7 +181,7 @@ class OpUnderTest:
             return np.concatenate(given)
         if kind == "all_to_all":
             return np.concatenate([values.reshape(size, -1)[rank] for values in given])
-        if kind == "send" and (peer := partner(rank, size)) is not None:
+        if kind == "send" and (peer := partner(self._comm)) is not None:
             return given[peer]
         if kind in ("gather", "send", "barrier"):
             return None

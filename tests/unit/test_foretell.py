@@ -257,6 +257,22 @@ def test_a_rank_that_waits_takes_little_of_a_core(cores: int) -> None:
     assert found == pytest.approx(2.0 * (1.3 if cores == 1 else 1.0), rel=1e-5)
 
 
+def test_a_rank_that_has_waited_and_ends_gives_its_share_back() -> None:
+    """One that computes alone from then on has the whole core."""
+    issue = IssueEvent(0, "broadcast", 8, (1, 2), "", dtype="float32")
+    roles = (
+        Role((0,), (ComputeEvent("", 10.0),)), Role((1,), (issue, WaitEvent(0))),
+        Role((2,), (ComputeEvent("", 1.0), issue)),
+    )  # fmt: skip
+    step = CapturedStep(3, 1, "", 1.0, 0.0, roles)
+    costs = ClusterCosts(
+        [Measured("broadcast", "gloo", Placement(2, 1, 2), TimeCurve.through({8: 1.0}))],
+        Topology.of({"nodes": 1, "ranks_per_node": 3, "cores": 1}),
+    )
+    found = simulate(step, BucketPlan(library="gloo"), costs).step_s
+    assert found == pytest.approx(2.3 + 9.0, rel=1e-5)  # 1 s of each of two beside one that waits, then alone
+
+
 def shared(works: list[float], cores: int) -> float:
     """Return when all work is done, if all that is left has equal shares, of at most a core."""
     left, now = sorted(works), 0.0

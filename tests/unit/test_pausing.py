@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -15,6 +16,8 @@ from mcr_plus.backends.base import BlockingPoll, Poll
 from mcr_plus.backends.gloo.operations import _Started
 from mcr_plus.engine.backoff import pause_wait
 from mcr_plus.engine.channel_wrapper import SteppedPoll
+from mcr_plus.engine.engine import Engine
+from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.waiting.policy import Pause, WaitStrategy
 
 
@@ -149,14 +152,17 @@ class Bells:
         return 0
 
 
-def naps(waited: float, *others: Any, rings: bool = True, policy: Any = "auto") -> list[float]:
+def naps(
+    waited: float, *others: Any, rings: bool = True, policy: Any = "auto", work: Any = None
+) -> list[float]:
     """Sleeps on the bell in a wait for ranks 0 and 1, on a host without other work."""
     engine, bells = engine_of(policy, *others), Bells()
+    work = work or operation(lambda: False, polled=True)
     engine.waiting.bells = bells
     pause = Pause(engine.waiting, True, rings, (0, 1))
     with mock.patch.object(engine.waiting, "check_load"):
         for _ in range(20):
-            pause_wait(engine, operation(lambda: False, polled=True), pause, time.monotonic(), waited)
+            pause_wait(engine, work, pause, time.monotonic(), waited)
     assert bells.armed == [(0, 1)] * len(bells.slept)
     engine.waiting.close()
     return bells.slept
@@ -175,3 +181,28 @@ def test_operations_for_which_no_peer_rings_keep_naps_short() -> None:
     for rings, ranks, longest in ((True, (0, 2), 200e-6), (False, (0, 1), 200e-6), (True, (0, 1), 0.01)):
         other = operation(lambda: False, polled=True, rings=rings, ranks=ranks)
         assert max(naps(0.1, other)) == longest
+    # Its peers ring once it runs, but not for the end of the operation before it.
+    follows = operation(None, polled=True, rings=True, after=another(done=False))
+    assert max(naps(0.1, follows)) == max(naps(0.1, work=follows)) == 200e-6
+
+
+def test_what_is_deferred_starts_while_a_wait_blocks_in_a_library() -> None:
+    """A program that waits starts it itself, unless it sleeps for long, in its wait or in one of a thread."""
+    engine = Engine(Peers(0, ("host",), None, 1.0), wait="auto", oversubscribed=False)
+    started: list[Any] = []
+    before = SimpleNamespace(probe=lambda: True, exception=lambda: None)
+    work = operation(None, polled=False, after=before)
+    vars(work.operation).update(
+        deferred=False, burst=range(1), prepare=lambda _: None, start=started.append,
+        state=SimpleNamespace(blocked_channels=1, refresh=lambda: None),
+    )  # fmt: skip
+    work.position, work.finish = None, None
+    engine.blocked.append(cast("Any", SimpleNamespace(pending=deque([work]))))
+    engine.waits.append(cast("Any", SimpleNamespace()))
+    engine.progressed = time.monotonic() + 10.0
+    assert engine.start_pending()
+    assert not started
+    engine.progressed = time.monotonic() - 0.01
+    assert not engine.start_pending()
+    assert started == [work.message]
+    engine.waiting.close()

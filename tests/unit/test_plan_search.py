@@ -179,6 +179,18 @@ def test_plans_that_are_found_are_right_and_fit(seed: int) -> None:
     assert found.bound == pytest.approx(work / ranks)
 
 
+@pytest.mark.parametrize("dealt", [False, True])
+def test_gradients_that_come_from_other_ranks_within_a_stage_are_counted(dealt: bool) -> None:
+    """Of an input that ranks share, before a layer whose heads or experts are cut."""
+    experts = {"experts": Axis(dims=(), parts=(4,), how="exchange", params=MIB)}
+    blocks = [layer(number, output=8 * MIB, heads=4 * number * (not dealt)) for number in range(2)]
+    if dealt:
+        blocks[1] = blocks[1].model_copy(update={"axes": blocks[1].axes | experts})
+    found = search(chain(blocks), 4, costs_of(1, 4), best=20, micro_batches=[1, 2]).plans
+    assert any(each.choice.tensor > 1 == len(each.choice.stages) for each in found)
+    assert all(each.peak <= each.memory for each in found)
+
+
 def raised(bound: int, text: str) -> int:
     """Return a bound, raised by what an error says is missing."""
     (missing,) = re.findall(r"needs ([\d,.]+) MiB more", text)

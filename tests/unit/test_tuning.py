@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msccl_samples as samples
@@ -49,7 +50,7 @@ from mcr_plus.tuning.build_table import build_table, choose, crossover, justifie
 from mcr_plus.tuning.load import busy_words, scatter_words, used_share
 from mcr_plus.tuning.measure import Effort, Meter
 from mcr_plus.tuning.measurements import MeasurementFile, Sample, median_of_repeats
-from mcr_plus.tuning.operations import KINDS, BenchCase, OpUnderTest, whole_size
+from mcr_plus.tuning.operations import KINDS, BenchCase, OpUnderTest, partner, whole_size
 from mcr_plus.tuning.pace import Pace, left_out_sizes, sampling_seconds
 from mcr_plus.tuning.plan import TableRequest, Task, coverage, impossible, next_task, rough_grid
 from mcr_plus.tuning.plot import plot_rows, plot_tuning
@@ -551,6 +552,23 @@ def test_large_messages_between_hosts_go_on_while_ranks_compute(nodes: int) -> N
     assert rules[0].measured["gloo"][1 << 12] == 900
 
 
+def test_messages_change_the_library_at_the_eager_limit_and_give_a_reason_where_it_is_slower() -> None:
+    times = {1 << 14: (50, 90), 1 << 18: (400, 900), 1 << 20: (9e3, 1e4), 1 << 24: (1e6, 1e4)}
+    samples = [
+        Sample(BenchCase("send", size, "float32"), name, False, Timing(*[float(us)] * 5, 9))
+        for size, each in times.items() for name, us in zip(("mpi", "gloo"), each, strict=True)
+    ]  # fmt: skip
+    request = TableRequest(("send",), 1 << 14, 1 << 24, 2, ("mpi", "gloo"))
+    near = [sample for sample in samples if sample.case.nbytes < 1 << 24]
+    mpi, gloo = (rule for rule in build_table(request, near, HERE, 2).rules if rule.measured)
+    assert (mpi.backend, mpi.hi) == ("mpi", gloo.lo) == ("mpi", (1 << 16) + 1)
+    assert not mpi.reason
+    assert "go on while ranks compute" in gloo.reason
+    faster = [sample for sample in samples if sample.case.nbytes in (1 << 14, 1 << 24)]
+    rules = build_table(request, faster, HERE, 2).rules
+    assert {rule.backend: rule.reason for rule in rules if rule.backend == "gloo"} == {"gloo": ""}
+
+
 def test_a_crossover_lies_where_two_lines_meet() -> None:
     # 16 → 256 bytes: a from 1 to 16 µs, b constant 4 µs: a power law meets it at 64 bytes
     times = {16: {"a": timing(1.0), "b": timing(4.0)}, 256: {"a": timing(16.0), "b": timing(4.0)}}
@@ -824,6 +842,22 @@ def test_a_candidate_with_wrong_results_is_excluded() -> None:
             assert set(timings) == {"mpi", "tuned"}
             assert set(excluded) == {"wrong"}
             assert "wrong result on rank 1: 1 of 30 elements" in excluded["wrong"]
+
+
+@pytest.mark.parametrize("hosts", ["a", "ab", "aabb", "abab", "aabbcc", "abcabc", "aab", "aaabbb"])
+def test_messages_are_measured_between_hosts(hosts: str) -> None:
+    """Ranks have each other; one at most has nobody. Ranks of the job have other numbers than the group's."""
+    ranks = range(2, 2 + len(hosts))
+    comms: list[Any] = [
+        SimpleNamespace(hosts=f"xy{hosts}", ranks=ranks, rank=rank, size=len(hosts))
+        for rank in range(len(hosts))
+    ]
+    found = [partner(comm) for comm in comms]
+    pairs = {(rank, peer) for rank, peer in enumerate(found) if peer is not None}
+    assert pairs == {(peer, rank) for rank, peer in pairs}
+    assert len(pairs) == len(hosts) // 2 * 2
+    if len({hosts.count(host) for host in hosts}) == 1 and len(set(hosts)) > 1:
+        assert all(hosts[rank] != hosts[peer] for rank, peer in pairs)
 
 
 def verified(dtypes: list[str]) -> list[str]:

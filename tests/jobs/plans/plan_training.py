@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -380,6 +380,7 @@ def refusals() -> dict[str, str]:
         adam.step()
         said("state", pipeline, case, optimizer=adam)
         said("ranks", NAMED["data_parallel"](profile, 3), chain())
+        said("kind", cast("Any", "data_parallel"), chain())
         said("shapes", pipeline, chain(7))
         said("modules", pipeline, Case(nn.Sequential(nn.Linear(6, 6)), *chain()[1:]))
         wrong = NAMED["one_f_one_b"](profile, 2, micro_batches=2)

@@ -122,6 +122,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "batch": "InvalidArgument: batch: shapes [[9, 6]]; the plan is for 8 items",
         "state": "InvalidArgument: optimizer: it has state already; expected one before its first step",
         "ranks": "InvalidArgument: plan: made for 3 ranks; the job has 2",
+        "kind": "InvalidArgument: plan: 'data_parallel'; expected an object of class ModelPlan",
         "shapes": f"InvalidArgument: {parts}",
         "modules": f"InvalidArgument: {parts}",
         "proof": "InvalidArgument: rank 1: B(block 2, micro-batch 1, slice 0) is not in its order",

@@ -141,7 +141,7 @@ class TurnLock:
 class Helper:
     """Replaces the library's thread that starts operations; it has turns, too, once it is woken."""
 
-    def __init__(self, job: Job, step: Callable[[], bool]) -> None:
+    def __init__(self, job: Job, step: Callable[[], bool], _longest: float) -> None:
         turns = job.turns
         assert turns.now is not None
         self._job, self._step = job, step

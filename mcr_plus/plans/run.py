@@ -98,8 +98,7 @@ def parallelize(
         proved = prove(first)
     else:  # simulated ranks take over what an earlier one has proved
         expect("plan", first, ModelPlan)
-        key = "plan", plan_text(first)
-        proved = found.get(key) or found.setdefault(key, prove(first))
+        proved = found.get(key := ("plan", plan_text(first))) or found.setdefault(key, prove(first))
     if proved.plan.ranks != get_world_size():
         raise InvalidArgument(f"plan: made for {proved.plan.ranks} ranks; the job has {get_world_size()}")
     if optimizer.state:
@@ -204,10 +203,8 @@ class ParallelModel:
             if module == cut or module.startswith(f"{cut}."):
                 path = f"{cut}.inner{module[len(cut) :]}"
         holder = self.module.get_submodule(path)
-        found: nn.Parameter | None = getattr(holder, key)
-        return (
-            found if found is not None else cast("nn.Parameter", self.cut[path.partition(".inner")[0]].bias)
-        )
+        found = getattr(holder, key)
+        return cast("nn.Parameter", self.cut[path.partition(".inner")[0]].bias if found is None else found)
 
     def _cut(self, block: int) -> None:
         plan, one = self.plan, self.plan.blocks[block]

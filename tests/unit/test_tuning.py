@@ -529,6 +529,14 @@ def test_consistent_advantage_within_the_noise_counts() -> None:
     assert set(choose(once)) == {"b"}
 
 
+def of_messages(times: dict[int, tuple[float, float]]) -> list[Sample]:
+    """Return samples of messages, with the µs of MPI and of gloo."""
+    return [
+        Sample(BenchCase("send", size, "float32"), name, False, timing(us))
+        for size, each in times.items() for name, us in zip(("mpi", "gloo"), each, strict=True)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_large_messages_between_hosts_go_on_while_ranks_compute(nodes: int) -> None:
     """MPI's wait for a poll above its eager limit; gloo's threads move them, in up to three times as long."""
@@ -539,10 +547,7 @@ def test_large_messages_between_hosts_go_on_while_ranks_compute(nodes: int) -> N
         1 << 18: (400, 1300),
         1 << 20: (9e3, 1e4),
     }
-    samples = [
-        Sample(BenchCase("send", size, "float32"), name, False, Timing(*[float(us)] * 5, 9))
-        for size, each in times.items() for name, us in zip(("mpi", "gloo"), each, strict=True)
-    ]  # fmt: skip
+    samples = of_messages(times)
     request = TableRequest(("send",), 1 << 12, 1 << 20, 2, ("mpi", "gloo"))
     table = build_table(request, samples, HERE, nodes)
     rules = [table.lookup(Query("send", size, "float32", 2, nodes, 2 // nodes)) for size in times]
@@ -554,10 +559,7 @@ def test_large_messages_between_hosts_go_on_while_ranks_compute(nodes: int) -> N
 
 def test_messages_change_the_library_at_the_eager_limit_and_give_a_reason_where_it_is_slower() -> None:
     times = {1 << 14: (50, 90), 1 << 18: (400, 900), 1 << 20: (9e3, 1e4), 1 << 24: (1e6, 1e4)}
-    samples = [
-        Sample(BenchCase("send", size, "float32"), name, False, Timing(*[float(us)] * 5, 9))
-        for size, each in times.items() for name, us in zip(("mpi", "gloo"), each, strict=True)
-    ]  # fmt: skip
+    samples = of_messages(times)
     request = TableRequest(("send",), 1 << 14, 1 << 24, 2, ("mpi", "gloo"))
     near = [sample for sample in samples if sample.case.nbytes < 1 << 24]
     mpi, gloo = (rule for rule in build_table(request, near, HERE, 2).rules if rule.measured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, cast
 
 from mcr_plus import registry
@@ -28,6 +29,13 @@ class OperationRow:
 def backend_class(name: str) -> type[Backend]:
     """Return the backend registered under `name`; raises `Unsupported`, which lists the known backends."""
     return complete(cast("type[Any]", registry.get("backends", name)))
+
+
+@cache
+def is_polled(library: str) -> bool:
+    """Return whether a library's operations advance only while polled; True for an unknown library."""
+    name = library.partition(":")[0]
+    return name not in registry.names("backends") or backend_class(name).host_driven
 
 
 def table_sizes(choice: str) -> Range:

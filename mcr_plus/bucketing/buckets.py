@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from mcr_plus.backends import is_polled
 from mcr_plus.bucketing.costs import OVERHEAD, BucketCurve, groups, prices
-from mcr_plus.bucketing.network import is_polled, members, simulate
+from mcr_plus.bucketing.network import members, simulate
 from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket, sizes_of
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
 from mcr_plus.bucketing.search import rest, search

@@ -30,7 +30,7 @@ _BLOCKED: Final = 1
 _ENDED: Final = 2
 _CLOSE: Final = 1e-12  # relative tolerance of equal rates
 # Share of a core that a waiting rank takes from others: its polls (0.1 to 0.15), and the time until the
-# scheduler has found a core for those that compute. Fitted to pipelines of four ranks on two cores.
+# scheduler has found a core for those that compute. Fitted to `bench_plans.py --ranks 4` on two cores.
 _WAITING: Final = 0.3
 
 

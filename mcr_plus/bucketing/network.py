@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus import registry
-from mcr_plus.backends import backend_class
+from mcr_plus.backends import backend_class, is_polled
 from mcr_plus.bucketing import events
 from mcr_plus.bucketing.events import LinkShares, Queues
 from mcr_plus.bucketing.programs import (
@@ -407,13 +407,6 @@ def _check_alike(
                 f"operation {position} in the group {short(group)}: {texts[0]} on rank {first}, {texts[1]} "
                 f"on rank {second}; expected the same"
             )
-
-
-@cache
-def is_polled(library: str) -> bool:
-    """Return whether a library's operations advance only while polled; True for an unknown library."""
-    name = library.partition(":")[0]
-    return name not in registry.names("backends") or backend_class(name).host_driven
 
 
 @cache

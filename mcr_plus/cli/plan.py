@@ -157,7 +157,7 @@ def _check_output(path: Path, step: CapturedStep) -> None:
 def _by_caller(pipeline: Config) -> bool:
     """Return whether operations of one of the pipeline's libraries progress only in calls of the program."""
     from mcr_plus import registry
-    from mcr_plus.bucketing.network import is_polled
+    from mcr_plus.backends import is_polled
     from mcr_plus.engine.options import DispatchOptions
 
     options = pipeline.options("dispatch")

@@ -298,10 +298,8 @@ def _choices(
             for micro in [n for n in numbers if n * data <= items and (n == 1 or all_cut)]:
                 helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer")
                 shares = dealt and all_cut and 1 < tensor <= min(dealt) and micro * data * tensor <= items
-                outsides = (
-                    [None, *(["sequence"] if tensor > 1 and sequence else [])] if tensor <= most else []
-                )
-                outsides += ["batch"] if shares else []
+                outsides = [None, *(["sequence"] if tensor > 1 and sequence else [])]
+                outsides = (outsides if tensor <= most else []) + (["batch"] if shares else [])
                 for held in helds:
                     for outside in outsides:
                         yield PlanChoice(data, tensor, micro, held, outside), stages

@@ -23,7 +23,7 @@ from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.tables import BUILT_IN, FOLDER
+from mcr_plus.tables import BUILT_IN, EAGER, FOLDER
 
 if TYPE_CHECKING:
     from mcr_plus.selection.online import Refinement
@@ -38,7 +38,6 @@ _ADDED_AS_THEY_ARE: Final = (torch.float32, torch.float64)
 # 5.0, gloo of torch 2.13, two x86 cores (benchmarks/results/collectives_x86-2core-two-hosts_202611.md);
 # `tune` measures other machines.
 _CROSSOVER: Final = 256 * 1024
-_EAGER: Final = 64 * 1024
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
     "MPICH": "mpich_2ranks_1host.yaml",
@@ -247,7 +246,7 @@ class SelectStage(Stage):
         if self._context.config.backends is not None:
             return list(known)
         nbytes = self._nbytes(signature)
-        least = _EAGER + 1 if signature.is_p2p else _CROSSOVER
+        least = EAGER + 1 if signature.is_p2p else _CROSSOVER
         large = self._nodes > 1 and (nbytes is None or nbytes >= least)
         # Both ends of a message must choose alike, whether they wait or not.
         beside = signature.async_op or signature.is_p2p or signature.kind in REDUCING

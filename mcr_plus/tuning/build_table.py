@@ -13,10 +13,11 @@ from itertools import groupby, pairwise
 from math import exp, log
 from typing import Final
 
-from mcr_plus.backends import backend_class
+from mcr_plus.backends import is_polled
 from mcr_plus.core.kinds import KINDS, Kind
 from mcr_plus.core.units import Range
 from mcr_plus.errors import Unsupported
+from mcr_plus.tables import EAGER
 from mcr_plus.tables.fingerprint import Fingerprint
 from mcr_plus.tables.statistics import Timing
 from mcr_plus.tables.table import BUILT_IN, CLEAR, REACH, Table, TableKey, TableRule
@@ -29,7 +30,6 @@ _UNPROVEN: Final = 0.2  # weight of a difference inside the confidence intervals
 _BITS: Final = 5
 _FAR: Final = 32  # ratio of sizes that are too far apart to interpolate; the first sizes are closer
 _LATENCY: Final = 1024  # bytes
-_EAGER: Final = 1 << 16  # bytes of a message; a larger one moves only while both ranks poll, if they have to
 _BESIDE: Final = 3.0  # times as long may a message take that goes on while its ranks compute
 
 Timings = Mapping[int, Mapping[str, Timing]]
@@ -148,10 +148,6 @@ def _is_far_message(key: TableKey) -> bool:
     return key.kind == "send" and key.nodes is not None and key.nodes.lo > 1
 
 
-def _is_polled(candidate: str) -> bool:
-    return backend_class(candidate.partition(":")[0]).host_driven
-
-
 def _beside_computing(timings: Timings, spans: Mapping[str, Range]) -> tuple[Timings, Mapping[str, Range]]:
     """Leave out libraries that wait to be polled, where another one takes little longer for a message.
 
@@ -160,14 +156,14 @@ def _beside_computing(timings: Timings, spans: Mapping[str, Range]) -> tuple[Tim
     """
     found = dict(timings)
     for size, each in timings.items():
-        threaded = {candidate: timing for candidate, timing in each.items() if not _is_polled(candidate)}
+        threaded = {candidate: timing for candidate, timing in each.items() if not is_polled(candidate)}
         best = min(timing.p50 for timing in each.values())
-        if size > _EAGER and any(timing.p50 <= _BESIDE * best for timing in threaded.values()):
+        if size > EAGER and any(timing.p50 <= _BESIDE * best for timing in threaded.values()):
             found[size] = threaded
-    polled = {candidate for each in timings.values() for candidate in each if _is_polled(candidate)}
-    larger = [polled & found[size].keys() for size in found if size > _EAGER]
+    polled = {candidate for each in timings.values() for candidate in each if is_polled(candidate)}
+    larger = [polled & found[size].keys() for size in found if size > EAGER]
     if larger and not any(larger):
-        end = _EAGER + 1
+        end = EAGER + 1
         own = {candidate: spans.get(candidate, Range(0)) for candidate in polled}
         spans = {**spans, **{name: Range(span.lo, min(span.hi or end, end)) for name, span in own.items()}}
     return found, spans
@@ -181,7 +177,7 @@ def _reason(rule: TableRule) -> str:
         if candidate != rule.backend
     ):
         return ""
-    if _is_far_message(rule.key) and not _is_polled(rule.backend):
+    if _is_far_message(rule.key) and not is_polled(rule.backend):
         return "its messages go on while ranks compute; those of libraries without threads wait to be polled"
     return "faster by no more than the scatter of the figures, or than the least gain of a change"
 

@@ -124,7 +124,7 @@ class FoundModelPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans by time, and a bound: computation shared evenly among all ranks, without communication."""
+    """Plans by time, and a bound: computation shared evenly among all ranks or cores, alone."""
 
     plans: tuple[FoundModelPlan, ...]
     bound: float
@@ -201,7 +201,9 @@ def search(
         text = f"memory: {about(most)}; the nearest plan needs {_missing(most, *nearest)} more on some rank"
         raise InvalidArgument(text)
     ordered = [_best_schedule(each, most) for each in sorted(found, key=_step)[:best]]
-    return SearchResult(tuple(sorted(ordered, key=_step)), work / ranks, tried)
+    topology = costs.topology
+    cores = topology.placement(range(ranks)).nodes * (topology.cores or ranks)
+    return SearchResult(tuple(sorted(ordered, key=_step)), work / min(ranks, cores), tried)
 
 
 def _step(found: FoundModelPlan) -> float:

@@ -191,6 +191,15 @@ def test_gradients_that_come_from_other_ranks_within_a_stage_are_counted(dealt: 
     assert all(each.peak <= each.memory for each in found)
 
 
+@pytest.mark.parametrize(("nodes", "per_node", "cores"), [(1, 4, 2), (2, 2, 1), (2, 2, 3)])
+def test_the_bound_knows_of_shared_cores(nodes: int, per_node: int, cores: int) -> None:
+    profile = transformer(random.Random(1), 3)
+    found = search(profile, 4, costs_of(nodes, per_node, inside="10GB/s", nic="1Gbit/s", cores=cores))
+    work = sum(block.forward + block.backward for block in profile.blocks)
+    assert found.bound == pytest.approx(work / min(4, nodes * cores))
+    assert found.bound <= found.plans[0].step
+
+
 def raised(bound: int, text: str) -> int:
     """Return a bound, raised by what an error says is missing."""
     (missing,) = re.findall(r"needs ([\d,.]+) MiB more", text)

@@ -23,14 +23,21 @@ _INNER: Final = ("heads", "hidden", "experts", "tables", "rows")
 # -- transforms and places -----------------------------------------------------------------------------------
 
 
-def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None = None) -> None:
+def tensor_cut(
+    plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None = None, tensor_blocks: Blocks = ()
+) -> None:
     """Cut blocks' parameters where they may be cut; others along `outside`, or into replicas.
 
-    With `batch` outside, only experts and tables are dealt, and all other blocks are cut along the batch.
+    With `batch` outside, experts and tables are dealt, parameters of `tensor_blocks` are cut, too, and all
+    other blocks are cut along the batch.
     """
+    own = plan.indices(tensor_blocks)
     for index in plan.indices(blocks) if parts > 1 else []:
         block = plan.blocks[index]
-        kinds = {"exchange"} if outside == "batch" else set() if block.shared else {"sum", "exchange"}
+        if outside == "batch":
+            kinds = {"sum", "exchange"} if index in own else {"exchange"}
+        else:
+            kinds = set() if block.shared else {"sum", "exchange"}
         if inner := [axis for axis in _INNER if axis in block.axes and block.axes[axis].how in kinds]:
             needed = "batch" if any(block.axes[axis].how == "exchange" for axis in inner) else None
             can = outside in block.axes and "rows" not in inner  # whose input are indices
@@ -46,7 +53,7 @@ def tensor_cut(plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None 
 def mesh(
     profile: Profile, ranks: int, *, data: int = 1, tensor: int = 1, stages: Sequence[range] | int = 1,
     micro_batches: int = 1, outside: str | None = None, held: Held = "whole", name: str = "plan",
-    loops: int = 1, slices: int | Sequence[int] = 1,
+    loops: int = 1, slices: int | Sequence[int] = 1, tensor_blocks: Blocks = (),
 ) -> tuple[ModelPlan, list[range], Ints]:  # fmt: skip
     """Return a plan without orders whose ranks are a mesh [stages, data, tensor], its stages, and the mesh.
 
@@ -61,7 +68,7 @@ def mesh(
         )
     if data > 1:
         plan.cut(..., "batch", data)
-    tensor_cut(plan, ..., tensor, outside)
+    tensor_cut(plan, ..., tensor, outside, tensor_blocks)
     plan.hold(..., held)
     at = np.arange(ranks).reshape(count, data, tensor)
     for number, stage in enumerate(cuts):
@@ -221,16 +228,17 @@ def schedule_steps(
 def hybrid(
     profile: Profile, ranks: int, *, data: int = 1, tensor: int = 1, stages: Sequence[range] | int = 1,
     micro_batches: int = 1, schedule: Schedule = "1f1b", outside: str | None = None, held: Held = "whole",
-    recompute: Blocks = (), sharded: Blocks = (), slices: int | Sequence[int] = 1, name: str = "hybrid",
+    recompute: Blocks = (), sharded: Blocks = (), tensor_blocks: Blocks = (),
+    slices: int | Sequence[int] = 1, name: str = "hybrid",
 ) -> ModelPlan:  # fmt: skip
     """Cut data and parameters within the stages of a pipeline.
 
-    `sharded`: blocks whose parameters are in shards.
+    `sharded`: blocks whose parameters are in shards. `tensor_blocks`: with `batch` outside, see `tensor_cut`.
     With slices of sequences, all forward passes come before backward ones, whatever `schedule` is.
     """
     plan, cuts, at = mesh(
         profile, ranks, data=data, tensor=tensor, stages=stages, micro_batches=micro_batches,
-        outside=outside, held=held, name=name, slices=slices,
+        outside=outside, held=held, name=name, slices=slices, tensor_blocks=tensor_blocks,
     )  # fmt: skip
     if schedule not in ("gpipe", "1f1b", "eager-1f1b", "zero-bubble"):
         known = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble")

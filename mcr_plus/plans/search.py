@@ -1,15 +1,18 @@
 """Search for a plan: data, tensor and pipeline parallelism, micro-batches, shards, and what is recomputed.
 
-For each combination, stages of consecutive blocks are cut, and blocks to recompute and those with parameters
-in shards chosen, so that a step of 1F1B takes least under a bound of memory:
+For each combination, stages of consecutive blocks are cut. Each block may be recomputed, its parameters may
+be in shards, and where ranks share the batch, its batch or its parameters are cut. All is chosen so that a
+step of 1F1B takes least under a bound of memory:
 
-    step = Σ stages (time + transfer) + (micro-batches - 1) · max of all times and transfers + sums of stage 0
+    step = Σ stages (time + transfer) + (micro-batches - 1) · max of all times and transfers
 
-with times and bytes of the profile, and costs of operations as in `foretell`. Given the combination this is
-exact: a stage's choices for its blocks are a knapsack, and the cuts minimise sum and maximum together. Memory
-is counted in units of 1/1024 of the bound, rounded up. The best few are simulated in full. Stages by time and
-memory follow Alpa (Zheng et al. 2022, arXiv 2201.12023) and RaNNC (Tanaka et al. 2021); choices by layer
-under memory follow Galvatron (Miao et al. 2022, arXiv 2211.13878).
+with times and bytes of the profile, and costs of operations as in `foretell`. To the time of a stage belongs
+a part of its sums of gradients: one of the (micro-batches + stages - 1) times that make a step. Given the
+combination this is exact: a stage's choices for its blocks are a knapsack, as inputs and outputs are cut
+alike whatever is chosen, and the cuts minimise sum and maximum together. Memory is counted in units of 1/1024
+of the bound, rounded up. The best few are simulated in full. Stages by time and memory follow Alpa (Zheng et
+al. 2022, arXiv 2201.12023) and RaNNC (Tanaka et al. 2021); choices by layer under memory follow Galvatron
+(Miao et al. 2022, arXiv 2211.13878).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -64,6 +67,7 @@ class PlanChoice(NamedTuple):
     stages: tuple[range, ...] = ()
     recompute: tuple[int, ...] = ()
     sharded: tuple[int, ...] = ()
+    tensor_blocks: tuple[int, ...] = ()
     schedule: Schedule = "1f1b"
     slices: int = 1
 
@@ -72,6 +76,7 @@ class PlanChoice(NamedTuple):
         parts.append(f"micro-batches {self.micro_batches}")
         parts += [f"{self.held} in shards"] if self.held != "whole" else []
         parts += [f"{self.outside} in parts between"] if self.outside else []
+        parts += [f"{len(self.tensor_blocks)} blocks with parameters in parts"] if self.tensor_blocks else []
         parts += [f"{len(self.recompute)} blocks recomputed"] if self.recompute else []
         parts += [f"{len(self.sharded)} with parameters in shards"] if self.sharded else []
         parts += [f"{self.slices} slices"] if self.slices > 1 else []
@@ -178,7 +183,7 @@ def search(
     for choice, stages in _choices(profile, ranks, costs.topology.ranks_per_node, micro_batches):
         worst = found[kept - 1].seconds if len(found) == kept else math.inf
         try:
-            of_blocks = tables.of(choice, stages)
+            of_blocks, ways = tables.of(choice, stages)
         except InvalidArgument as error:  # for example, a sequence shorter than its number of parts
             refused = error
             continue
@@ -187,9 +192,9 @@ def search(
         if not found and (nearest is None or solved.memory < nearest[0]):
             nearest = solved.memory, of_blocks, stages, choice.micro_batches
         if solved.seconds < worst:
-            ways = np.array(solved.ways)
-            again, shards = (tuple(np.flatnonzero(one).tolist()) for one in (ways % 2 == 1, ways > 1))
-            done = choice._replace(stages=solved.stages, recompute=again, sharded=shards)
+            own = np.take_along_axis(ways, np.array(solved.ways)[:, None], 1).ravel()
+            again, shards, cut = (tuple(np.flatnonzero(own & bit).tolist()) for bit in (1, 2, 4))
+            done = choice._replace(stages=solved.stages, recompute=again, sharded=shards, tensor_blocks=cut)
             found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs, codecs))
             found.sort(key=lambda each: each.seconds)
             del found[kept:]
@@ -289,9 +294,17 @@ def _choices(
     dealt = [
         axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how == "exchange"
     ]  # what `tensor_cut` deals among ranks that share the batch
+    layers = tuple(
+        index
+        for index, block in enumerate(blocks)
+        if not block.shared
+        and "rows" not in block.axes
+        and any(axis.how == "sum" for axis in block.axes.values())
+    )  # whose parameters it can cut among them
     sequence = any("sequence" in block.axes and "heads" in block.axes for block in blocks)
     most = min(*inner, per_node) if inner else 1
     for tensor in [n for n in _divisors(ranks) if n <= most or (dealt and n <= min(dealt))]:
+        own = layers if tensor <= most else ()
         for stages in [n for n in _divisors(ranks // tensor) if n <= len(blocks)]:
             data = ranks // tensor // stages
             if data > 1 and not all_cut:
@@ -299,12 +312,13 @@ def _choices(
             numbers = [1 << power for power in range(11)] if micro_batches is None else micro_batches
             for micro in [n for n in numbers if n * data <= items and (n == 1 or all_cut)]:
                 helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer")
-                shares = dealt and all_cut and 1 < tensor <= min(dealt) and micro * data * tensor <= items
+                shares = (dealt or own) and all_cut and tensor > 1 and micro * data * tensor <= items
                 outsides = [None, *(["sequence"] if tensor > 1 and sequence else [])]
                 outsides = (outsides if tensor <= most else []) + (["batch"] if shares else [])
                 for held in helds:
                     for outside in outsides:
-                        yield PlanChoice(data, tensor, micro, held, outside), stages
+                        cut = own if outside == "batch" else ()
+                        yield PlanChoice(data, tensor, micro, held, outside, tensor_blocks=cut), stages
 
 
 def _best_schedule(found: FoundModelPlan, most: int) -> FoundModelPlan:
@@ -329,52 +343,55 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
+class _Measured(NamedTuple):
+    """Times and bytes of each block on one rank, for one micro-batch; `again`: of its forward pass.
+
+    `within`: bytes of the sums within blocks, [blocks, sums].
+    """
+
+    seconds: Floats
+    again: Floats
+    kept: Ints
+    input: Ints
+    parameters: Ints
+    gradients: Ints
+    state: Ints
+    transient: Ints
+    transient_again: Ints
+    output: Ints
+    within: Ints
+
+
 class _Tables:
     """Costs of blocks by combination; those of one micro-batch depend on its share of the batch alone."""
 
     def __init__(self, profile: Profile, costs: BestCosts, codecs: Sequence[CodecChoice]) -> None:
         self.profile, self.costs, self.codecs = profile, costs, codecs
-        self._known: dict[object, Any] = {}
+        self.dealt = [not block.axes.keys().isdisjoint(_DEALT) for block in profile.blocks]
+        self._known: dict[object, _Measured] = {}
 
-    def of(self, choice: PlanChoice, stages: int) -> BlockCosts:
-        """Return the costs of all blocks.
+    def of(self, choice: PlanChoice, stages: int) -> tuple[BlockCosts, Ints]:
+        """Return the costs of all blocks, and the ways of each, the fastest first.
 
-        Their ways: as it is, recomputed, and on several ranks the same with parameters in shards.
+        Bits of a way: 1 recomputed, 2 with parameters in shards, 4 one of the choice's `tensor_blocks`.
         """
-        data, tensor, micro, held, outside = choice[:5]
-        key = tensor, data * micro, outside
-        if key not in self._known:
-            self._known[key] = self._measured(tensor, data * micro, outside)
-        seconds, again, kept, kept_input, parts, transient, transient_again, output, within = self._known[key]
-        parameters, gradients, state = parts
-        every = tensor * data
-        group = range(0, every, tensor)  # of the first stage; other stages lie alike
-        inner = self._within(within, range(tensor), outside)
-        extra = np.stack([0 * again, again + inner / 2 * (inner > 0)], axis=1)
-        keeps, transients = (
-            np.stack([kept, kept_input], axis=1),
-            np.stack([transient, transient_again], axis=1),
+        every = choice.data * choice.tensor
+        ways = {0: (), 4: choice.tensor_blocks} if choice.tensor_blocks else {0: ()}
+        found = []
+        for cut in ways.values():
+            key = choice.tensor, choice.data * choice.micro_batches, choice.outside, cut
+            if key not in self._known:
+                self._known[key] = self._measured(*key)
+            measured = self._known[key]
+            found.append(self._in_ways(choice, stages, cut, measured))
+        seconds, kept, fixed, transient = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
+        order = np.argsort(seconds, axis=1, kind="stable")
+        seconds, kept, fixed, transient = (
+            np.take_along_axis(each, order, 1) for each in (seconds, kept, fixed, transient)
         )
-        fixed = gradients + parameters + state // (1 if held == "whole" else data)
-        fixeds = np.stack([fixed, fixed], axis=1)
-        kind = "all_reduce" if held == "whole" else "reduce_scatter"
-        dealt = [not block.axes.keys().isdisjoint(_DEALT) for block in self.profile.blocks]
-        sums = np.array([
-            self._time(kind, int(n), range(every) if outside == "batch" and not own else group)
-            for n, own in zip(gradients, dealt, strict=True)
-        ])  # fmt: skip
-        if held == "optimizer":  # after its step, the ranks gather the parameters
-            sums = sums + np.array([self._time("all_gather", int(n), group) for n in parameters])
-        if data > 1:
-            gathers = [2 * self._time("all_gather", int(n), group) for n in parameters]
-            for index, block in enumerate(self.profile.blocks):
-                if stages > 1 and block.shared:
-                    gathers[index] = math.inf  # its ranks are not those of the block that shares it
-            shards = gradients + parameters // data + state // data
-            extra = np.concatenate([extra, extra + np.array(gathers)[:, None]], axis=1)
-            fixeds = np.concatenate([fixeds, np.stack([shards, shards], axis=1)], axis=1)
-            keeps = np.concatenate([keeps, keeps], axis=1)
-            transients = np.concatenate([transients, transients + parameters[:, None]], axis=1)
+        for each in (kept, fixed, transient):  # a way that a block has not is no way to save memory
+            np.copyto(each, each[:, :1], where=np.isinf(seconds))
+        output = measured.output
         sends = np.zeros((len(seconds), stages))
         alike: dict[Placement, Floats] = {}
         for stage in range(stages - 1):
@@ -383,7 +400,43 @@ class _Tables:
             if place not in alike:
                 alike[place] = np.array([self._sent(index, int(n), pair) for index, n in enumerate(output)])
             sends[:, stage] = alike[place]
-        return BlockCosts(seconds + inner, extra, keeps, fixeds, transients, output, kept_input, sends, sums)
+        extra = seconds - seconds[:, :1]
+        costs = BlockCosts(seconds[:, 0], extra, kept, fixed, transient, output, measured.input, sends)
+        return costs, np.arange(8)[[bits + way for bits in ways for way in range(4)]][order]
+
+    def _in_ways(
+        self, choice: PlanChoice, stages: int, cut: tuple[int, ...], one: _Measured
+    ) -> tuple[Floats, Ints, Ints, Ints]:
+        """Return seconds and bytes of each block in four ways; seconds are infinite where it has one not."""
+        data, tensor, micro, held, outside = choice[:5]
+        # Ranks with the same parameters; of the first stage, as those of other stages lie alike.
+        whole = [outside == "batch" and not dealt and n not in cut for n, dealt in enumerate(self.dealt)]
+        alike = [range(0, data * tensor, 1 if each else tensor) for each in whole]
+        sums, gathers = (
+            np.array([self._time(kind, int(n), group) for n, group in zip(sizes, alike, strict=True)])
+            for kind, sizes in (
+                ("all_reduce" if held == "whole" else "reduce_scatter", one.gradients),
+                ("all_gather", one.parameters),
+            )
+        )
+        if held == "optimizer":  # after its step, the ranks gather the parameters
+            sums = sums + gathers
+        shared = [stages > 1 and bool(block.shared) for block in self.profile.blocks]
+        holders = np.array([len(group) for group in alike])
+        # Shards of a block that shares parameters with one on other ranks are no choice.
+        shards = np.where((holders < 2) | shared, np.inf, 2 * gathers)
+        inner = self._within(one.within, range(tensor), outside)
+        times = one.seconds + inner + sums / (micro + stages - 1)
+        again = times + one.again + inner / 2
+        fixed = one.gradients + one.parameters + one.state // (1 if held == "whole" else holders)
+        split = one.gradients + (one.parameters + one.state) // holders
+        transients = one.transient, one.transient_again
+        return (
+            np.stack([times, again, times + shards, again + shards], axis=1),
+            np.stack([one.kept, one.input] * 2, axis=1),
+            np.stack([fixed, fixed, split, split], axis=1),
+            np.stack([*transients, *(each + one.parameters for each in transients)], axis=1),
+        )
 
     def _sent(self, block: int, nbytes: int, pair: Sequence[int]) -> float:
         """Return the seconds of a block's output and its gradient, with the fastest codec."""
@@ -405,13 +458,20 @@ class _Tables:
             2 * sum(self._time(kind, int(n), group) for n in row for kind in kinds) for row in nbytes
         ])  # fmt: skip
 
-    def _measured(self, tensor: int, pieces: int, outside: str | None) -> Any:
+    def _measured(
+        self, tensor: int, pieces: int, outside: str | None, tensor_blocks: tuple[int, ...]
+    ) -> _Measured:
         """Return times and bytes of blocks on one of `tensor` ranks, for the largest of `pieces` of a batch.
 
         The last parts are the largest.
         """
-        plan, _, _ = mesh(self.profile, tensor, tensor=tensor, micro_batches=pieces, outside=outside)
-        whole = mesh(self.profile, tensor, tensor=tensor, outside=outside)[0]  # with fewer places to look at
+        plan, whole = (
+            mesh(
+                self.profile, tensor, tensor=tensor, micro_batches=number, outside=outside,
+                tensor_blocks=tensor_blocks,
+            )[0]
+            for number in (pieces, 1)  # one has fewer places to look at
+        )  # fmt: skip
         held = RankMemory(ProvedPlan(whole, PlanTensors(whole), (), ()), tensor - 1)
         proved = ProvedPlan(plan, PlanTensors(plan), (), ())
         last, micro = tensor - 1, pieces - 1
@@ -432,11 +492,6 @@ class _Tables:
                 for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
                     share = share_of(proved.tensors, forward, cut, range(tensor))
                     within[index, axes.index(name)] = round(share * block.axes[name].input)
-        columns = list(zip(*rows, strict=True))
-        floats, ints = (
-            [np.array(each) for each in columns[:2]],
-            [np.array(each, np.int64) for each in columns[2:]],
-        )
-        kepts, inputs, parameters, gradients, state, transients, transients_again, outputs = ints
-        parts = parameters, gradients, state
-        return (*floats, kepts, inputs, parts, transients, transients_again, outputs, within)
+        seconds, again, *sizes = zip(*rows, strict=True)
+        times = np.array(seconds), np.array(again)
+        return _Measured._make([*times, *(np.array(each, np.int64) for each in sizes), within])

@@ -25,7 +25,7 @@ class BlockCosts(NamedTuple):
     `seconds`: in the first way. `extra`: further seconds of each way, [blocks, ways], 0 in the first one.
     `kept`, `fixed`, `transient`: bytes kept for the backward pass; of parameters, gradients and state; while
     the block runs; each [blocks, ways]. `output`, `input`: bytes that go to the next stage, and come from
-    the one before. `sends`: seconds of the output, [blocks, stages]. `sums`: seconds of the gradients' sum.
+    the one before. `sends`: seconds of the output, [blocks, stages].
     """
 
     seconds: Floats
@@ -36,7 +36,6 @@ class BlockCosts(NamedTuple):
     output: Ints
     input: Ints
     sends: Floats
-    sums: Floats
 
 
 def prepare() -> None:
@@ -44,7 +43,7 @@ def prepare() -> None:
     ones, extra, few = np.ones(2), np.array([[0.0, 1.0]] * 2), np.ones((2, 2), np.int64)
     for kept in ([1, 1], [CELLS, 1], [CELLS, CELLS]):
         sizes = few * kept, few, few, few[0]
-        solve(BlockCosts(ones, extra, *sizes, few[0], np.ones((2, 1)), ones), 1, 1, CELLS)
+        solve(BlockCosts(ones, extra, *sizes, few[0], np.ones((2, 1))), 1, 1, CELLS)
 
 
 class Solution(NamedTuple):
@@ -74,7 +73,7 @@ def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: 
             _stage_times(*_in_cells(costs, inflight, most), best[stage])
     sends = costs.sends.copy()
     sends[-1] = 0.0
-    seconds, bounds = _cut(best, sends, costs.sums, micro_batches, whole)
+    seconds, bounds = _cut(best, sends, micro_batches, whole)
     if not np.isfinite(seconds):
         alive = np.minimum(stages - np.arange(stages), micro_batches)
         return Solution(math.inf, (), (), int(_least_memory(*costs[2:7], alive)))
@@ -170,7 +169,7 @@ def _ways(seconds, extra, sizes, transient, output, input_):  # type: ignore[no-
 
 
 @compiled
-def _with_most(best, sends, sums, limit, times, firsts):  # type: ignore[no-untyped-def]
+def _with_most(best, sends, limit, times, firsts):  # type: ignore[no-untyped-def]
     """Return the least sum of stages of at most `limit` seconds; `firsts[s, j]`: where stage s begins."""
     stages, count = best.shape[0], best.shape[1] - 1
     times[:] = np.inf
@@ -182,9 +181,6 @@ def _with_most(best, sends, sums, limit, times, firsts):  # type: ignore[no-unty
                 if max(own, sends[end - 1, stage]) > limit or times[stage, begin] == np.inf:
                     continue
                 own += sends[end - 1, stage]
-                if stage == 0:
-                    for block in range(end):
-                        own += sums[block]
                 if times[stage, begin] + own < times[stage + 1, end]:
                     times[stage + 1, end] = times[stage, begin] + own
                     firsts[stage, end] = begin
@@ -192,7 +188,7 @@ def _with_most(best, sends, sums, limit, times, firsts):  # type: ignore[no-unty
 
 
 @compiled
-def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-def]
+def _cut(best, sends, micro_batches, whole):  # type: ignore[no-untyped-def]
     """Return the least seconds of a step, and the bounds of its stages."""
     stages, count = best.shape[0], best.shape[1] - 1
     limits = np.empty(stages * count * (count + 1) // 2)
@@ -208,7 +204,7 @@ def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-de
     low, high = 0, len(limits) - 1  # the first limit that allows stages
     while low < high:
         middle = (low + high) // 2
-        if _with_most(best, sends, sums, limits[middle], times, firsts) < np.inf:
+        if _with_most(best, sends, limits[middle], times, firsts) < np.inf:
             high = middle
         else:
             low = middle + 1
@@ -217,7 +213,7 @@ def _cut(best, sends, sums, micro_batches, whole):  # type: ignore[no-untyped-de
         limit = limits[number]
         if limit == np.inf or whole + (micro_batches - 1) * limit >= least:
             break
-        step = _with_most(best, sends, sums, limit, times, firsts) + (micro_batches - 1) * limit
+        step = _with_most(best, sends, limit, times, firsts) + (micro_batches - 1) * limit
         if step < least:
             least = step
             bounds[stages] = count

@@ -55,7 +55,6 @@ def instance(draw: random.Random) -> tuple[Costs, int, int, int]:
         "output": sizes(0.3), "input": sizes(0.3), "sends": [
             [draw.choice([0.0, 1.5]) * draw.random() for _ in range(stages)] for _ in range(blocks)
         ],
-        "sums": times(),
     }  # fmt: skip
     return costs, stages, micro_batches, draw.randint(1, 8 * size)
 
@@ -82,7 +81,7 @@ def step_of(
     costs: Costs, stages: list[range], ways: tuple[int, ...], micro_batches: int, most: int
 ) -> tuple[float, int, bool]:
     """Return the seconds of a step by the formula, most bytes of a stage, and whether all stages fit."""
-    total, slowest, peak, fits = sum(costs["sums"][block] for block in stages[0]), 0.0, 0, True
+    total, slowest, peak, fits = 0.0, 0.0, 0, True
     for number, blocks in enumerate(stages):
         inflight = min(len(stages) - number, micro_batches)
         seconds, nbytes, own = stage_of(costs, blocks, ways, inflight, most)
@@ -233,7 +232,7 @@ def test_combinations_that_a_model_has_not_are_left_out() -> None:
     """Its sequence is shorter than its number of heads."""
     short = chain([layer(number, length=3, heads=8) for number in range(4)], length=3)
     found = search(short, 4, costs_of(1, 4), best=40)
-    assert {each.choice.outside for each in found.plans} == {None, "sequence"}
+    assert {each.choice.outside for each in found.plans} == {None, "sequence", "batch"}
     assert all(each.plan for each in found.plans)
 
 
@@ -282,6 +281,28 @@ def test_experts_are_dealt_among_ranks_that_share_the_batch() -> None:
     assert axes == [split, own, own, split]
     sums = 2 * costs_of(1, 4, inside="1GB/s").of("all_reduce", MIB, range(4), "assumed").seconds
     assert best.seconds == pytest.approx(0.06 + sums, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(examples(3)))
+def test_each_layer_is_cut_along_its_batch_or_in_its_parameters(seed: int) -> None:
+    """Layers have large parameters, whose sums take long, or a large input, which takes long to gather."""
+    draw = random.Random(seed)
+    large = [draw.random() < 0.5 for _ in range(4)]
+    large[:2] = [True, False]
+    blocks = []
+    for number, of_parameters in enumerate(large):
+        params, moved = (64 * MIB, 1 << 18) if of_parameters else (MIB, 32 * MIB)
+        axes = layer(number, params=2 * params, output=moved).axes  # all of them are cut
+        blocks.append(layer(number, params=params, output=1 << 18, axes=axes))
+    profile, costs = chain(blocks), costs_of(1, 4, inside="1GB/s")
+    found = search(profile, 4, costs, micro_batches=[1]).plans[0]
+    cut = tuple(np.flatnonzero(large).tolist())
+    assert (found.choice.outside, found.choice.tensor_blocks) == ("batch", cut)
+    plans = [
+        hybrid(profile, 4, data=4 // tensor, tensor=tensor, outside="batch", tensor_blocks=own)
+        for tensor in (1, 2, 4) for number in range(5) for own in combinations(range(4), number)
+    ]  # fmt: skip
+    assert found.step == min(foretell(prove(each), costs).step_s for each in plans)
 
 
 def test_shards_of_the_optimizer_cost_their_gathering() -> None:

@@ -39,6 +39,15 @@ def hybrids(case: str) -> list[Spec]:
         {"stages": 2, "tensor": 2, "outside": "sequence", "micro_batches": 2, "recompute": True},
         {"stages": 2, "tensor": 2, "micro_batches": 3, "schedule": "eager-1f1b"},
         {"stages": 2, "data": 2, "micro_batches": 3, "sharded": [2, 3], "held": "optimizer"},
+        {"data": 2, "tensor": 2, "outside": "batch", "tensor_blocks": [1, 3], "held": "optimizer"},
+        {
+            "stages": 2,
+            "tensor": 2,
+            "outside": "batch",
+            "tensor_blocks": [2],
+            "sharded": [1, 3],
+            "recompute": True,
+        },
     ]
     if case != "gpt":  # its tied embedding is in two stages
         shards = {"stages": 2, "data": 2, "micro_batches": 2, "held": "parameters"}

@@ -51,7 +51,7 @@ def test_the_document(folder: Path) -> None:
     assert 1 <= len(plans) <= 4
     assert plans[0].keys() == {
         "data", "tensor", "micro_batches", "held", "outside", "stages", "recompute", "step_ms", "model_ms",
-        "peak_bytes", "codecs", "schedule", "slices", "sharded",
+        "peak_bytes", "codecs", "schedule", "slices", "sharded", "tensor_blocks",
     }  # fmt: skip
     for each in plans:
         assert each["data"] * each["tensor"] * len(each["stages"]) == 4

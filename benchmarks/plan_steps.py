@@ -252,10 +252,12 @@ def figures(
     found = []
     for name, job in jobs.items():
         with LiveBytes() as live:
+            live.add(work.batch)
+            batch = live.now
             live.add([*job.parameters().values(), *(bucket.gradients for bucket in job.buckets)])
             live.add([bucket.shard for bucket in job.buckets if bucket.held != "whole"])
             job.step(work.batch)
-        peaks = mcr.all_gather_object(live.peak)
+        peaks = mcr.all_gather_object(live.peak - batch)
         uses = [memory_of(job.proved, rank) for rank in range(job.plan.ranks)]
         # No optimizer has made a step, so that it has no state yet.
         said = [use.peak - use.optimizer for use in uses]

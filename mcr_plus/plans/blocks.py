@@ -51,14 +51,14 @@ class ModelBlock(StrictModel):
     `name`, `kind`: of the modules. `forward`, `backward`: seconds; `forward_fixed`, `backward_fixed`: of
     these, what parts of the batch take, too, however small. `recompute`: seconds of a forward pass
     without a graph: what recomputing the block adds to a step. `params`: bytes of its parameters by name.
-    `gradients`, `optimizer` (state): bytes. `saved`: bytes kept for the backward pass, without parameters;
-    what several blocks keep counts in the first, and as `saved_before` in the others. `output`, `shape`,
-    `dtype`: bytes, shape and dtype of the next block's input. `axes`: how the block may be cut. `shared`:
-    parameters that other blocks use too, which count in the first. `reads_batch`: the block also reads data
-    of the batch. `random`: it draws random numbers. `transient`: bytes that a pass needs beyond those.
-    `through`: bytes of the outputs of modules with parameters. `detached`: its output needs no gradient.
-    `past`: bytes that slices of a sequence leave to later ones, of all together. `accumulate`: seconds to add
-    its gradients to those of other micro-batches.
+    `gradients`, `optimizer` (state): bytes. `saved`: bytes kept for the backward pass, without parameters
+    and batch; what several blocks keep counts in the first, and as `saved_before` in the others. `output`,
+    `shape`, `dtype`: bytes, shape and dtype of the next block's input. `axes`: how the block may be cut.
+    `shared`: parameters that other blocks use too, which count in the first. `reads_batch`: the block also
+    reads data of the batch. `random`: it draws random numbers. `transient`: bytes that a pass needs beyond
+    those. `through`: bytes of the outputs of modules with parameters. `detached`: its output needs no
+    gradient. `past`: bytes that slices of a sequence leave to later ones, of all together. `accumulate`:
+    seconds to add its gradients to those of other micro-batches.
     """
 
     name: str

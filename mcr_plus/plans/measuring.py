@@ -53,7 +53,8 @@ class MeasuredPass:
         count = len(begins)
         self.saved, self.saved_before, self.transient, self.through = ([0] * count for _ in range(4))
         self.by_axis = [defaultdict[str, AxisSizes](AxisSizes) for _ in begins]
-        self._keepers = {storage_key(own): -1 for own in (*whole.parameters(), *whole.buffers())}
+        batch = tensors_in((whole.inputs, whole.kwargs, whole.target))
+        self._keepers = {storage_key(own): -1 for own in (*whole.parameters(), *whole.buffers(), *batch)}
         self._inside: list[tuple[nn.Module, Sequence[str], set[tuple[int, int]], float]] = []
         self._live: LiveBytes | None = None
         with ExitStack() as stack:

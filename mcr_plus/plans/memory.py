@@ -37,7 +37,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory_of(proved: ProvedPlan, rank: int) -> MemoryUse:
-    """Return the memory of a rank in a step, without the optimizer's own work space."""
+    """Return the memory of a rank in a step, without the batch and the optimizer's own work space."""
     return RankMemory(proved, rank).use()
 
 
@@ -140,8 +140,8 @@ class RankMemory:
         block, share = plan.blocks[index], self.proved.tensors.share(index, task.micro, task.slice, self.rank)
         kept = self._share(index, "saved", one=one)
         for cut in plan.cuts[index]:  # what is cut outside is gathered inside
-            inputs = sum(block.axes[name].input for name in cut.axes) if cut.outside else 0
-            kept += inputs * (cut.parts - 1)
+            axes = [block.axes[name] for name in cut.axes if cut.outside]
+            kept += sum(axis.input for axis in axes if axis.how == "sum") * (cut.parts - 1)
         if task.slice:  # what earlier slices have left, and this one, in one tensor
             begin, end = plan.slice_ends[task.slice - 1 : task.slice + 1]
             kept += block.past * end / (end - begin)

@@ -104,6 +104,16 @@ def test_tensor_cuts_divide_half_of_a_block() -> None:
     assert peaks(plan) == [3 * (SAVED // 2 + SAVED // 2 // 4)] * 4
 
 
+@pytest.mark.parametrize(("how", "times"), [("sum", 3), ("exchange", 0)])
+def test_inputs_are_gathered_for_sums_and_not_where_elements_go_to_experts(how: str, times: int) -> None:
+    """Ranks that share the batch gather it for a cut layer; an expert gets about as much as it gives."""
+    blocks = [layer(number, saved=SAVED, params=PARAMS, output=OUTPUT) for number in range(3)]
+    heads = blocks[1].axes["heads"].model_copy(update={"how": how})
+    blocks[1] = blocks[1].model_copy(update={"axes": blocks[1].axes | {"heads": heads}})
+    plan = hybrid(chain(blocks), 4, tensor=4, outside="batch", tensor_blocks=[1])
+    assert peaks(plan) == [3 * SAVED // 4 + times * OUTPUT // 4] * 4
+
+
 def test_co_shards_keep_the_activations_of_one_part_at_a_time() -> None:
     """Half of what a block saves is made again part by part; all of the parameters stay."""
     plan = co_shard(profile(3), 1, parts=4)

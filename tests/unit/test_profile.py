@@ -77,9 +77,9 @@ def test_bytes_of_a_small_chain_are_as_by_hand() -> None:
     inner, outer = 4 * BATCH * 32, 4 * BATCH * 2
     assert [block.output for block in found.blocks] == [inner, inner, inner, outer, 4]
     assert [block.shape for block in found.blocks] == [(BATCH, 32)] * 3 + [(BATCH, 2), ()]
-    # Linear: its input. LayerNorm: its input, and mean and deviation of each row. ReLU: its output, which the
-    # next Linear keeps as its input. The loss: output and target.
-    saved = [4 * BATCH * WIDTH, inner + 2 * 4 * BATCH, inner, 0, 2 * outer]
+    # Linear: the batch, which does not count. LayerNorm: its input, and mean and deviation of each row. ReLU:
+    # its output, which the next Linear keeps as its input. The loss: output, and the target of the batch.
+    saved = [0, inner + 2 * 4 * BATCH, inner, 0, outer]
     assert [block.saved for block in found.blocks] == saved
     assert [block.saved_before for block in found.blocks] == [0, 0, 0, inner, 0]
     assert not optimizer.state
@@ -121,7 +121,9 @@ def test_the_transformer_of_the_examples_has_the_bytes_of_closed_forms() -> None
     assert [block.shared for block in found.blocks] == [("bytes.weight",), (), (), (), ("bytes.weight",)]
     assert [block.reads_batch for block in found.blocks] == [False] * 4 + [True]
     params = list(model.parameters())
-    assert sum(block.saved for block in found.blocks) == kept_by_nodes(text(model(windows)), params)
+    assert sum(block.saved for block in found.blocks) == kept_by_nodes(
+        text(model(windows)), [*params, windows]
+    )
     x = torch.zeros(BATCH, shape.sequence, h, requires_grad=True)
     alone = kept_by_nodes(model.blocks[0](x).output, params)
     assert [b.saved + b.saved_before for b in found.blocks[1:4]] == [alone] * 3
@@ -284,7 +286,9 @@ def test_data_may_go_to_any_block_and_what_parents_compute_belongs_to_the_block_
     assert [block.name for block in found.blocks] == ["tokens + places", "a", "b", "c"]
     assert [block.reads_batch for block in found.blocks] == [False, False, True, False]
     assert found.blocks[0].parameters == 4 * 9 * WIDTH
-    assert sum(b.saved for b in found.blocks) == kept_by_nodes(model(**batch), list(model.parameters()))
+    assert sum(b.saved for b in found.blocks) == kept_by_nodes(
+        model(**batch), [*model.parameters(), *batch.values()]
+    )
 
 
 def test_a_second_computed_tensor_is_refused_also_where_a_block_gets_it() -> None:

@@ -47,13 +47,15 @@ def counted() -> list[tuple[str, int, int]]:
             parallel.step(batch)
             optimizer.step()
             live = LiveBytes()
+            live.add(batch)
+            of_batch = live.now
             live.add(list(model.parameters()))
             live.add([param.grad for param in model.parameters()])
             live.add(list(optimizer.state.values()))
             live.add([bucket.gradients for bucket in parallel.buckets])
             with live:
                 parallel.step(batch)
-            found.append((name, memory_of(parallel.proved, comm.rank).peak, live.peak))
+            found.append((name, memory_of(parallel.proved, comm.rank).peak, live.peak - of_batch))
     return found
 
 

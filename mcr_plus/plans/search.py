@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mcr_plus.bucketing import events
-from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
+from mcr_plus.bucketing.scaling import ClusterCosts
 from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
@@ -35,14 +35,13 @@ from mcr_plus.kernels.compiling import preparing
 from mcr_plus.plans import stage_search
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.codecs import CodecChoice, can_encode, payload_codec, transfer_codec
-from mcr_plus.plans.foretell import OVERHEAD, BestCosts, foretell
-from mcr_plus.plans.language import OUTSIDE, Held, PlanTask
-from mcr_plus.plans.memory import RankMemory, memory_of
-from mcr_plus.plans.named import Schedule, hybrid, mesh
-from mcr_plus.plans.proof import ProvedPlan, prove, seconds_of, share_of
-from mcr_plus.plans.stage_search import CELLS, BlockCosts, Floats, Ints, solve
-from mcr_plus.plans.tensors import PlanTensors
-from mcr_plus.tables.scaling import Placement
+from mcr_plus.plans.foretell import BestCosts, foretell
+from mcr_plus.plans.language import OUTSIDE, Held
+from mcr_plus.plans.memory import memory_of
+from mcr_plus.plans.named import Schedule, hybrid
+from mcr_plus.plans.proof import ProvedPlan, prove
+from mcr_plus.plans.search_costs import PlanChoice, SearchCosts
+from mcr_plus.plans.stage_search import CELLS, BlockCosts, Ints, solve
 
 SIMULATED: Final = 64
 """Most ranks of plans that are simulated in full."""
@@ -54,34 +53,6 @@ _SMALL: Final = 1 << 6
 """Most blocks of all ranks of which more plans are simulated, as the model leaves out what overlaps."""
 _DEALT: Final = ("experts", "tables")
 _UNBOUND: Final = 1 << 50
-
-
-class PlanChoice(NamedTuple):
-    """Arguments of `named.hybrid` that a search chooses."""
-
-    data: int
-    tensor: int
-    micro_batches: int
-    held: Held
-    outside: str | None
-    stages: tuple[range, ...] = ()
-    recompute: tuple[int, ...] = ()
-    sharded: tuple[int, ...] = ()
-    tensor_blocks: tuple[int, ...] = ()
-    schedule: Schedule = "1f1b"
-    slices: int = 1
-
-    def __str__(self) -> str:
-        parts = [f"data {self.data}", f"tensor {self.tensor}", f"stages {len(self.stages)}"]
-        parts.append(f"micro-batches {self.micro_batches}")
-        parts += [f"{self.held} in shards"] if self.held != "whole" else []
-        parts += [f"{self.outside} in parts between"] if self.outside else []
-        parts += [f"{len(self.tensor_blocks)} blocks with parameters in parts"] if self.tensor_blocks else []
-        parts += [f"{len(self.recompute)} blocks recomputed"] if self.recompute else []
-        parts += [f"{len(self.sharded)} with parameters in shards"] if self.sharded else []
-        parts += [f"{self.slices} slices"] if self.slices > 1 else []
-        parts += [self.schedule] if self.schedule != "1f1b" else []
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -173,42 +144,35 @@ def search(
     _prepare()
     most = max(min(memory, _UNBOUND), 1) if memory is not None else _UNBOUND
     fastest = BestCosts(costs.measured, costs.topology, costs.measured_on, costs.guessed)
-    tables = _Tables(profile, fastest, codecs)
+    tables = SearchCosts(profile, fastest, codecs)
     work = sum(block.forward + block.backward for block in profile.blocks)
     found: list[FoundModelPlan] = []
-    tried = 0
     kept = best * (8 if ranks * len(profile.blocks) <= _SMALL else 2)
-    nearest: tuple[int, BlockCosts, int, int] | None = None
-    refused: InvalidArgument | None = None
-    for choice, stages in _choices(profile, ranks, costs.topology.ranks_per_node, micro_batches):
+    combinations = _combinations(tables, ranks, costs.topology.ranks_per_node, micro_batches)
+    nearest, least = combinations[0], math.inf
+    for each in combinations:
         worst = found[kept - 1].seconds if len(found) == kept else math.inf
-        try:
-            of_blocks, ways = tables.of(choice, stages)
-        except InvalidArgument as error:  # for example, a sequence shorter than its number of parts
-            refused = error
-            continue
-        tried += 1
-        solved = solve(of_blocks, stages, choice.micro_batches, most, worst)
-        if not found and (nearest is None or solved.memory < nearest[0]):
-            nearest = solved.memory, of_blocks, stages, choice.micro_batches
+        if each.least >= worst:
+            break  # so are the following ones
+        choice, solved = each.choice, solve(each.costs, each.stages, each.choice.micro_batches, most)
+        if not found and solved.memory < least:
+            nearest, least = each, solved.memory
         if solved.seconds < worst:
-            own = np.take_along_axis(ways, np.array(solved.ways)[:, None], 1).ravel()
+            own = np.take_along_axis(each.ways, np.array(solved.ways)[:, None], 1).ravel()
             again, shards, cut = (tuple(np.flatnonzero(own & bit).tolist()) for bit in (1, 2, 4))
+            if choice.outside == "batch" and not cut and not any(tables.dealt):
+                continue  # data parallelism, which has a combination of its own
             done = choice._replace(stages=solved.stages, recompute=again, sharded=shards, tensor_blocks=cut)
             found.append(FoundModelPlan(done, solved.seconds, solved.memory, profile, ranks, costs, codecs))
             found.sort(key=lambda each: each.seconds)
             del found[kept:]
-    if nearest is None:
-        raise refused or InvalidArgument(
-            f"ranks: {ranks}; the model has no so many stages, parts of its batch and of its parameters"
-        )
     if not found:
-        text = f"memory: {about(most)}; the nearest plan needs {_missing(most, *nearest)} more on some rank"
-        raise InvalidArgument(text)
+        text = f"memory: {about(most)}; the nearest plan needs {_missing(most, int(least), nearest)}"
+        raise InvalidArgument(f"{text} more on some rank")
     ordered = [_best_schedule(each, most) for each in sorted(found, key=_step)[:best]]
     topology = costs.topology
     cores = topology.placement(range(ranks)).nodes * (topology.cores or ranks)
-    return SearchResult(tuple(sorted(ordered, key=_step)), work / min(ranks, cores), tried)
+    return SearchResult(tuple(sorted(ordered, key=_step)), work / min(ranks, cores), len(combinations))
 
 
 def _step(found: FoundModelPlan) -> float:
@@ -270,13 +234,49 @@ def _prepare() -> None:
         events.prepare()
 
 
-def _missing(most: int, least: int, costs: BlockCosts, stages: int, micro_batches: int) -> str:
+class _Combination(NamedTuple):
+    """A choice but for its blocks, and its number of stages; `least`: no step of it takes less.
+
+    `costs` of blocks, and `ways`, [blocks, ways], the fastest first. Bits of a way: 1 recomputed, 2 with
+    parameters in shards, 4 one of the choice's `tensor_blocks`.
+    """
+
+    least: float
+    choice: PlanChoice
+    stages: int
+    costs: BlockCosts
+    ways: Ints
+
+
+def _combinations(
+    tables: SearchCosts, ranks: int, per_node: int, micro_batches: Sequence[int] | None
+) -> list[_Combination]:
+    """Return all, the most promising first; raises `InvalidArgument` if there is none."""
+    found, refused = list[_Combination](), None
+    for choice, stages in _choices(tables.profile, ranks, per_node, micro_batches):
+        try:
+            costs, ways = tables.of(choice, stages)
+        except InvalidArgument as error:  # for example, a sequence shorter than its number of parts
+            refused = error
+            continue
+        whole = float(costs.seconds.sum())
+        least = whole + (choice.micro_batches - 1) * whole / stages
+        found.append(_Combination(least, choice, stages, costs, ways))
+    if not found:
+        raise refused or InvalidArgument(
+            f"ranks: {ranks}; the model has no so many stages, parts of its batch and of its parameters"
+        )
+    return sorted(found, key=lambda each: each.least)
+
+
+def _missing(most: int, least: int, of: _Combination) -> str:
     """Return what a bound lacks for a combination that needs at least `least` bytes; sizes are rounded up."""
     hundredth, number = (1 << 20) / 100, 0
-    for cells in range(min(len(costs.seconds) + 2, CELLS - 1) + 1):
+    for cells in range(min(len(of.ways) + 2, CELLS - 1) + 1):
         number = math.ceil((least * CELLS / (CELLS - cells) - most) / hundredth)
         bound = most + math.floor(number * hundredth)
-        if bound > most and math.isfinite(solve(costs, stages, micro_batches, bound).seconds):
+        found = solve(of.costs, of.stages, of.choice.micro_batches, bound) if bound > most else None
+        if found and math.isfinite(found.seconds):
             break
     return f"{number / 100:,.2f} MiB"
 
@@ -341,157 +341,3 @@ def _best_schedule(found: FoundModelPlan, most: int) -> FoundModelPlan:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-class _Measured(NamedTuple):
-    """Times and bytes of each block on one rank, for one micro-batch; `again`: of its forward pass.
-
-    `within`: bytes of the sums within blocks, [blocks, sums].
-    """
-
-    seconds: Floats
-    again: Floats
-    kept: Ints
-    input: Ints
-    parameters: Ints
-    gradients: Ints
-    state: Ints
-    transient: Ints
-    transient_again: Ints
-    output: Ints
-    within: Ints
-
-
-class _Tables:
-    """Costs of blocks by combination; those of one micro-batch depend on its share of the batch alone."""
-
-    def __init__(self, profile: Profile, costs: BestCosts, codecs: Sequence[CodecChoice]) -> None:
-        self.profile, self.costs, self.codecs = profile, costs, codecs
-        self.dealt = [not block.axes.keys().isdisjoint(_DEALT) for block in profile.blocks]
-        self._known: dict[object, _Measured] = {}
-
-    def of(self, choice: PlanChoice, stages: int) -> tuple[BlockCosts, Ints]:
-        """Return the costs of all blocks, and the ways of each, the fastest first.
-
-        Bits of a way: 1 recomputed, 2 with parameters in shards, 4 one of the choice's `tensor_blocks`.
-        """
-        every = choice.data * choice.tensor
-        ways = {0: (), 4: choice.tensor_blocks} if choice.tensor_blocks else {0: ()}
-        found = []
-        for cut in ways.values():
-            key = choice.tensor, choice.data * choice.micro_batches, choice.outside, cut
-            if key not in self._known:
-                self._known[key] = self._measured(*key)
-            measured = self._known[key]
-            found.append(self._in_ways(choice, stages, cut, measured))
-        seconds, kept, fixed, transient = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
-        order = np.argsort(seconds, axis=1, kind="stable")
-        seconds, kept, fixed, transient = (
-            np.take_along_axis(each, order, 1) for each in (seconds, kept, fixed, transient)
-        )
-        for each in (kept, fixed, transient):  # a way that a block has not is no way to save memory
-            np.copyto(each, each[:, :1], where=np.isinf(seconds))
-        output = measured.output
-        sends = np.zeros((len(seconds), stages))
-        alike: dict[Placement, Floats] = {}
-        for stage in range(stages - 1):
-            pair = stage * every, (stage + 1) * every
-            place = self.costs.topology.placement(pair)
-            if place not in alike:
-                alike[place] = np.array([self._sent(index, int(n), pair) for index, n in enumerate(output)])
-            sends[:, stage] = alike[place]
-        extra = seconds - seconds[:, :1]
-        costs = BlockCosts(seconds[:, 0], extra, kept, fixed, transient, output, measured.input, sends)
-        return costs, np.arange(8)[[bits + way for bits in ways for way in range(4)]][order]
-
-    def _in_ways(
-        self, choice: PlanChoice, stages: int, cut: tuple[int, ...], one: _Measured
-    ) -> tuple[Floats, Ints, Ints, Ints]:
-        """Return seconds and bytes of each block in four ways; seconds are infinite where it has one not."""
-        data, tensor, micro, held, outside = choice[:5]
-        # Ranks with the same parameters; of the first stage, as those of other stages lie alike.
-        whole = [outside == "batch" and not dealt and n not in cut for n, dealt in enumerate(self.dealt)]
-        alike = [range(0, data * tensor, 1 if each else tensor) for each in whole]
-        sums, gathers = (
-            np.array([self._time(kind, int(n), group) for n, group in zip(sizes, alike, strict=True)])
-            for kind, sizes in (
-                ("all_reduce" if held == "whole" else "reduce_scatter", one.gradients),
-                ("all_gather", one.parameters),
-            )
-        )
-        if held == "optimizer":  # after its step, the ranks gather the parameters
-            sums = sums + gathers
-        shared = [stages > 1 and bool(block.shared) for block in self.profile.blocks]
-        holders = np.array([len(group) for group in alike])
-        # Shards of a block that shares parameters with one on other ranks are no choice.
-        shards = np.where((holders < 2) | shared, np.inf, 2 * gathers)
-        inner = self._within(one.within, range(tensor), outside)
-        times = one.seconds + inner + sums / (micro + stages - 1)
-        again = times + one.again + inner / 2
-        fixed = one.gradients + one.parameters + one.state // (1 if held == "whole" else holders)
-        split = one.gradients + (one.parameters + one.state) // holders
-        transients = one.transient, one.transient_again
-        return (
-            np.stack([times, again, times + shards, again + shards], axis=1),
-            np.stack([one.kept, one.input] * 2, axis=1),
-            np.stack([fixed, fixed, split, split], axis=1),
-            np.stack([*transients, *(each + one.parameters for each in transients)], axis=1),
-        )
-
-    def _sent(self, block: int, nbytes: int, pair: Sequence[int]) -> float:
-        """Return the seconds of a block's output and its gradient, with the fastest codec."""
-        found, dtype = [self._time("send", nbytes, pair)], self.profile.blocks[block].dtype
-        for codec in (transfer_codec(choice, dtype) for choice in self.codecs if nbytes):
-            coding = nbytes // codec.itemsize * (codec.encode + codec.decode)
-            found.append(coding + self._time("send", codec.wire(nbytes), pair))
-        return 2 * min(found)
-
-    def _time(self, kind: str, nbytes: int, group: Sequence[int]) -> float:
-        if not nbytes or len(group) < 2:
-            return 0.0
-        return self.costs.of(kind, nbytes, group, CAPTURED).seconds + OVERHEAD
-
-    def _within(self, nbytes: Ints, group: Sequence[int], outside: str | None) -> Floats:
-        """Return the seconds of the sums within blocks, of both passes; `nbytes`: [blocks, sums]."""
-        kinds = ("all_reduce",) if outside is None else ("all_gather", "reduce_scatter")
-        return np.array([
-            2 * sum(self._time(kind, int(n), group) for n in row for kind in kinds) for row in nbytes
-        ])  # fmt: skip
-
-    def _measured(
-        self, tensor: int, pieces: int, outside: str | None, tensor_blocks: tuple[int, ...]
-    ) -> _Measured:
-        """Return times and bytes of blocks on one of `tensor` ranks, for the largest of `pieces` of a batch.
-
-        The last parts are the largest.
-        """
-        plan, whole = (
-            mesh(
-                self.profile, tensor, tensor=tensor, micro_batches=number, outside=outside,
-                tensor_blocks=tensor_blocks,
-            )[0]
-            for number in (pieces, 1)  # one has fewer places to look at
-        )  # fmt: skip
-        held = RankMemory(ProvedPlan(whole, PlanTensors(whole), (), ()), tensor - 1)
-        proved = ProvedPlan(plan, PlanTensors(plan), (), ())
-        last, micro = tensor - 1, pieces - 1
-        one = RankMemory(proved, last)
-        rows = []
-        axes = ("heads", "hidden", "experts", "tables", "rows")
-        within = np.zeros((len(plan.blocks), len(axes)), np.int64)
-        for index, block in enumerate(plan.blocks):
-            forward, backward = PlanTask(index, micro, 0, "F"), PlanTask(index, micro, 0, "B")
-            both = [seconds_of(plan, proved.tensors, task, last) for task in (forward, backward)]
-            kept = one.kept(forward)
-            input_ = one.end_bytes(index, forward, "input") if index else 0
-            output = one.end_bytes(index + 1, forward, "output") if index + 1 < len(plan.blocks) else 0
-            transient = one.transient(backward) + one.gradient(backward)
-            fixed = held.fixed([index])
-            rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
-            for cut in plan.cuts[index]:
-                for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
-                    share = share_of(proved.tensors, forward, cut, range(tensor))
-                    within[index, axes.index(name)] = round(share * block.axes[name].input)
-        seconds, again, *sizes = zip(*rows, strict=True)
-        times = np.array(seconds), np.array(again)
-        return _Measured._make([*times, *(np.array(each, np.int64) for each in sizes), within])

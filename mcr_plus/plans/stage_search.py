@@ -16,13 +16,12 @@ Ints = NDArray[np.int64]
 
 CELLS: Final = 1024
 """Units of the memory bound."""
-_NO_MEMORY: Final = 1 << 62
 
 
 class BlockCosts(NamedTuple):
     """Of each block for one micro-batch on a rank, in several ways to save memory.
 
-    `seconds`: in the first way. `extra`: further seconds of each way, [blocks, ways], 0 in the first one.
+    `seconds`: in the first way. `extra`: further seconds of each way, [blocks, ways], from 0, ascending.
     `kept`, `fixed`, `transient`: bytes kept for the backward pass; of parameters, gradients and state; while
     the block runs; each [blocks, ways]. `output`, `input`: bytes that go to the next stage, and come from
     the one before. `sends`: seconds of the output, [blocks, stages].
@@ -55,15 +54,10 @@ class Solution(NamedTuple):
     memory: int
 
 
-def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int, worst: float = math.inf) -> Solution:
-    """Cut the blocks into stages, and choose their ways, for the least seconds under `most` bytes.
-
-    `worst`: seconds from which a solution is of no use.
-    """
+def solve(costs: BlockCosts, stages: int, micro_batches: int, most: int) -> Solution:
+    """Cut the blocks into stages, and choose their ways, for the least seconds under `most` bytes."""
     count = len(costs.seconds)
     whole = float(costs.seconds.sum())
-    if whole + (micro_batches - 1) * whole / stages >= worst:
-        return Solution(math.inf, (), (), _NO_MEMORY)
     best = np.full((stages, count + 1, count + 1), np.inf)
     for stage in range(stages):
         inflight = min(stages - stage, micro_batches)
@@ -111,8 +105,12 @@ def _in_cells(costs: BlockCosts, inflight: int, most: int) -> tuple[NDArray[Any]
 def _more(least, next_, extra, sizes):  # type: ignore[no-untyped-def]
     """Set `next_` to the least additional seconds by cells, with one more block in the best way."""
     next_[:] = np.inf
+    smallest = len(least)
     for way in range(len(sizes)):
         size = sizes[way]
+        if size >= smallest:  # a faster way is as small
+            continue
+        smallest = size
         for cell in range(len(least) - size):
             next_[cell + size] = min(next_[cell + size], least[cell] + extra[way])
 

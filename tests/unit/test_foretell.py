@@ -198,6 +198,28 @@ def test_an_algorithm_that_was_measured_for_another_operation_is_no_error() -> N
         BestCosts(measured, costs.topology).of("broadcast", 8, (0, 1), CAPTURED)
 
 
+def test_a_library_without_times_between_hosts_is_not_the_fastest_there() -> None:
+    """By the rate of the link alone, 1 MB a second, it would take less than what another one took."""
+    inside, across = Placement(2, 1, 2), Placement(4, 2, 2)
+
+    def measured(library: str, at: Placement, seconds: float) -> list[Measured]:
+        curve = TimeCurve.through({8: 1e6 * seconds, 64 * MIB: 1e6 * seconds})
+        return [Measured(kind, library, at, curve) for kind in ("all_reduce", "all_gather")]
+
+    times = measured("msccl", inside, 0.01) + measured("gloo", inside, 0.02) + measured("gloo", across, 9.0)
+    topology = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": {"nic": {"rate": "1MB/s"}}})
+    best = BestCosts(times, topology)
+    found = {
+        (kind, len(group)): best.of(kind, 1000, group, CAPTURED).seconds
+        for kind in ("all_reduce", "all_gather_v") for group in (range(4), (0, 1))
+    }  # fmt: skip
+    wanted = {(kind, ranks): time for kind, _ in found for ranks, time in ((4, 9.0), (2, 0.01))}
+    assert found == pytest.approx(wanted)
+    # No library has times of this kind: all by the rate.
+    sent = best.of("send", 1_000_000, (0, 2), CAPTURED)
+    assert (sent.how, sent.seconds) == ("assumed", pytest.approx(1.0, rel=1e-4))
+
+
 @pytest.mark.parametrize("outside", [None, "sequence"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_stages_of_several_ranks_are_folded_right(outside: str | None, micro_batches: int) -> None:

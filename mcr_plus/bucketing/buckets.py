@@ -299,7 +299,7 @@ def _curves(costs: ClusterCosts, to: Placement, nbytes: int, codec: str | None =
     doublings = max(1.0, np.log2(max(nbytes, 8) / 4))
     even = np.geomspace(4, max(nbytes, 8), int(_POINTS * doublings))
     found: dict[str, _Curves] = {}
-    for library in libraries_of(costs):
+    for library in libraries_of(costs, to):
         # Curves have corners at the measured sizes.
         corners = [each.curve.sizes for each in costs.measured if each.library == library]
         wanted = np.unique(np.concatenate([even, *corners]).astype(np.int64))
@@ -321,10 +321,11 @@ def _curves(costs: ClusterCosts, to: Placement, nbytes: int, codec: str | None =
     return found
 
 
-def libraries_of(costs: ClusterCosts) -> list[str]:
-    """Return the libraries that may send buckets; `CAPTURED` only if no named library is available."""
-    named = [each for each in costs.libraries() if each != CAPTURED]
-    return named or costs.libraries()
+def libraries_of(costs: ClusterCosts, to: Placement | None = None) -> list[str]:
+    """Return the libraries that may send buckets, there; `CAPTURED` only if no named library is available."""
+    named = [each for each in costs.libraries() if each != CAPTURED] or costs.libraries()
+    there = costs.libraries_at("all_reduce", to) if to else named
+    return [each for each in named if each in there] or named
 
 
 def best_library(costs: ClusterCosts) -> str:

@@ -344,6 +344,17 @@ class ClusterCosts:
         """Return the libraries with measurements on the device of the tensors."""
         return list(dict.fromkeys(each.library for each in self._usable))
 
+    def libraries_at(self, kind: str, to: Placement) -> list[str]:
+        """Return the libraries with times of a kind on one host, or between hosts, as asked; else all.
+
+        Times by the rates of links alone are shorter than measured ones, of libraries that may not go there.
+        """
+        found = [
+            name for name in self.libraries()
+            if any((each.at.nodes > 1) == (to.nodes > 1) for each in self._own(plain_kind(kind), name))
+        ]  # fmt: skip
+        return found or self.libraries()
+
     def _use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None) -> Use:
         kind = plain_kind(kind)
         if to.slowest is not None:

@@ -18,7 +18,6 @@ from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEven
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.config.names import backend_name
 from mcr_plus.config.schema import Config
-from mcr_plus.core.kinds import plain_kind
 from mcr_plus.errors import Unsupported
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.native import native
@@ -41,19 +40,14 @@ class BestCosts(ClusterCosts):
     """Costs of the library that is fastest for each operation, as a table of the same times chooses it."""
 
     def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
-        """Return the cost and link use of the fastest library with times of the kind there.
-
-        Times by the rates of links alone are shorter than measured ones, of libraries that may not go there.
-        """
-        uses: list[tuple[bool, Use]] = []
-        names = self.libraries() or [library]
+        """Return the cost and link use of the fastest library with times of the kind there."""
+        uses: list[Use] = []
+        names = self.libraries_at(kind, to) or [library]
         for name in names:
-            own = self._own(plain_kind(kind), name)
-            is_assumed = all((each.at.nodes > 1) != (to.nodes > 1) for each in own)
             # An algorithm may have been measured for other operations alone.
             with suppress(Unsupported) if uses or name != names[-1] else nullcontext():
-                uses.append((is_assumed, super().use(kind, nbytes, to, name, codec)))
-        return min(uses, key=lambda each: (each[0], each[1].cost.seconds))[1]
+                uses.append(super().use(kind, nbytes, to, name, codec))
+        return min(uses, key=lambda use: use.cost.seconds)
 
 
 def cluster_costs(topology: Topology, pipeline: Config | None = None) -> ClusterCosts:

@@ -182,7 +182,8 @@ def run_program(runner: str, words: Sequence[str]) -> None:
     if runner == "mpi4py":
         from mpi4py.run import main
 
-        sys.argv = [runner, *words]
+        # It takes `__file__` from the command line, where Python makes it absolute.
+        sys.argv = [runner, *(words if is_module else (str(Path(words[0]).absolute()), *words[1:]))]
         main()
         return
     # After the last line, `__main__` stays the program's module, as with `python` but not with runpy's

@@ -168,7 +168,7 @@ class SimulatedProgram:
         record = recorder.record
         recorder.resume()
         try:
-            runpy.run_path(str(self.script), run_name="__main__")
+            runpy.run_path(str(self.script.absolute()), run_name="__main__")
         except EnoughSteps:
             pass
         except SystemExit as ended:

@@ -122,6 +122,7 @@ def test_a_keeper_answers_beside_strangers_who_do_not_stay(said: bytes) -> None:
         assert not thread.is_alive()
 
 
+@pytest.mark.short("G]")
 @SAYINGS
 def test_a_receiver_gets_weights_beside_strangers_who_do_not_stay(
     said: bytes, caplog: pytest.LogCaptureFixture

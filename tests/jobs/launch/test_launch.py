@@ -349,7 +349,7 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # imports the program again
         there = pool.map(here, [5])
     main = sys.modules["__main__"]
-    found = [sys.argv[1:], Path(sys.argv[0]).name, there, Path(__file__).name, main.here is here]
+    found = [sys.argv[1:], Path(sys.argv[0]).name, there, Path(__file__).is_absolute(), main.here is here]
     found += ["torch" in sys.modules, "mcr_plus" in sys.modules]
     print(json.dumps(found) + "\\n", end="", flush=True)
 """
@@ -360,9 +360,9 @@ if __name__ == "__main__":
 def test_a_program_finds_itself_as_when_python_runs_it(start: Start, tmp_path: Path, via: str) -> None:
     (tmp_path / "beside.py").touch()
     (tmp_path / "program.py").write_text(_ITSELF)
-    run = start("-n", "1", "--via", via, str(tmp_path / "program.py"), "-m", "two words")
+    run = start("-n", "1", "--via", via, os.path.relpath(tmp_path / "program.py"), "-m", "two words")
     assert run.wait() == 0, run.text()
-    words = [["-m", "two words"], "program.py", [[5, "__mp_main__"]], "program.py", True, False, False]
+    words = [["-m", "two words"], "program.py", [[5, "__mp_main__"]], True, True, False, False]
     assert json.loads(run.text()) == words
 
 

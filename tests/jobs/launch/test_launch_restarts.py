@@ -91,6 +91,7 @@ def test_the_others_are_not_disturbed(start: Start, tmp_path: Path) -> None:
     assert gone(again)
 
 
+@pytest.mark.long
 def test_restarts_are_used_up_and_the_job_goes_on(start: Start, tmp_path: Path) -> None:
     words = ["--min-ranks", "2", "--restart-failed", "1"]
     run = start("-n", "3", *words, nursery().python, PROGRAMS, "fail_and_wait", "3", str(tmp_path))
@@ -141,6 +142,7 @@ def test_a_rank_that_ended_with_0_is_not_started_again_and_counts(start: Start, 
     assert starts(run) == [(0, 0), (1, 0), (1, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("then", ["nothing", "elastic", "reconfigure"])
 def test_a_rank_that_nobody_takes_in_fails_a_job_that_goes_on_by_shrink(
     start: Start, tmp_path: Path, then: str

@@ -350,7 +350,7 @@ def flattened(sizes: tuple[int, ...], step: int) -> tuple[int, int]:
     return right, refused
 
 
-@pytest.mark.short("some pairs")
+@pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize(
     ("sizes", "step"),

@@ -70,6 +70,7 @@ def dump_of(folder: Path, rank: int) -> Dump | None:
         return None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(REASON is not None, reason=f"hosts: {REASON}")
 def test_ranks_of_other_hosts_write_their_own(tmp_path: Path) -> None:
     with running(tmp_path) as (hosts, here, there):

@@ -34,14 +34,8 @@ REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"hosts: {REASON}")
 
 
-@pytest.mark.parametrize(
-    ("per_host", "members"),
-    [
-        (1, [0, 1]),
-        pytest.param(2, [1, 2], marks=pytest.mark.long),
-        pytest.param(2, [0, 1, 3], marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("per_host", "members"), [(1, [0, 1]), (2, [1, 2]), (2, [0, 1, 3])])
 def test_the_rank_that_sleeps_in_its_backward_pass_is_named_on_all_hosts(
     tmp_path: Path, per_host: int, members: list[int]
 ) -> None:

@@ -414,6 +414,7 @@ def test_numba_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [True, False]
 
 
+@pytest.mark.long
 def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     answer = mcr_plus("warmup", "--codec", "bf16", "--codec", "randk", "--json")

@@ -311,6 +311,7 @@ def beside_another_thread(progress: str) -> list[str]:
         return failures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("progress", ["caller", "thread"])
 def test_messages_beside_another_thread(progress: str) -> None:
     for result in run_ranks(beside_another_thread, 2, args=[progress], via="torch"):

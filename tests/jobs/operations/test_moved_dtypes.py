@@ -41,6 +41,7 @@ def _run(job: str, sizes: tuple[int, ...]) -> None:
         assert result.value["cases"] > 200
 
 
+@pytest.mark.long
 @needs_mpi
 def test_moved_dtypes_are_transferred_in_every_job() -> None:
     _run("three ranks", (7,))

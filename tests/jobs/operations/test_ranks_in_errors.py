@@ -134,6 +134,7 @@ def _check(name: str, kind: str, text: str, missing: list[int], lost: list[int])
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "via"),
     [

@@ -97,7 +97,7 @@ def carry_on(libraries: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.short("2-mpi")
+@pytest.mark.short("2-torch")
 @both
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_job_continues_after_failures_and_resets(via: Via, ranks: int) -> None:

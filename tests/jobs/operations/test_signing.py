@@ -270,7 +270,7 @@ def forged(library: str, name: str, folder: str) -> dict[str, Any]:
     return {**told, "next": outcome_of(comm.barrier)["text"]}
 
 
-@pytest.mark.short("row-gloo")
+@pytest.mark.long
 @needs_list_keys
 @pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 @pytest.mark.parametrize("name", ["row", "closed", "failed", "compiling"])

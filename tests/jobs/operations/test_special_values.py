@@ -43,6 +43,7 @@ def _run(job: str, sizes: tuple[int, ...], dtypes: tuple[str, ...] = ()) -> None
         assert result.value["cases"] > 90 * len(backends)
 
 
+@pytest.mark.long
 @needs_mpi
 def test_special_values_have_one_meaning_in_short() -> None:
     _run("three ranks", (1000,), ("float32", "complex64"))

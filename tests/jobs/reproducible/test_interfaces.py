@@ -200,13 +200,14 @@ def every_way(libraries: list[str], sums: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.short("fixed")
+@pytest.mark.short("fixed-gloo")
+@pytest.mark.parametrize("libraries", [LIBRARIES, ["gloo"]], ids=["all", "gloo"])
 @pytest.mark.parametrize("sums", ["fixed", "exact"])
-def test_every_interface_gives_the_bits_of_the_oracle(sums: str) -> None:
-    via: Any = "mpi" if "mpi" in LIBRARIES else "torch"
-    for result in run_ranks(every_way, 3, args=[LIBRARIES, sums], via=via):
+def test_every_interface_gives_the_bits_of_the_oracle(sums: str, libraries: list[str]) -> None:
+    via: Any = "mpi" if "mpi" in libraries else "torch"
+    for result in run_ranks(every_way, 3, args=[libraries, sums], via=via):
         assert {name: wrong for name, wrong in result.value.items() if wrong} == {}
-        assert len(result.value) == len(LIBRARIES) * len(WAYS)
+        assert len(result.value) == len(libraries) * len(WAYS)
 
 
 def other_sums(libraries: list[str]) -> list[dict[str, Any]]:

@@ -174,6 +174,8 @@ class ModelPlan:
                 known = unknown("axis", (*names, "")[0], tuple(block.axes) or ("none",))
                 if "batch" in names and block.kind.endswith("LossFunction"):
                     known += "; expected a loss that is the mean over the items of the batch"
+                elif "batch" in names and "BatchNorm" in block.kind:
+                    known += "; its statistics are of the whole batch"
                 raise InvalidArgument(f"block {block.name} ({block.kind}): {known}")
             hows = {block.axes[name].how for name in own}
             if len(own) > 1 and not hows <= set(OUTSIDE):

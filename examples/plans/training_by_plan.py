@@ -121,6 +121,7 @@ def _searched(
     if mcr.get_rank() == 0:
         try:
             best = search(profile, ranks, costs, memory=memory, codecs=codecs).plans[0]
+            print(f"found: {best.choice}")
             found = plan_text(best.plan.plan)
         except InvalidArgument as error:
             found = error

@@ -421,8 +421,8 @@ class ClusterCosts:
         if not known:
             raise Unsupported(
                 f"{kind} by {library!r} of {to.ranks} ranks on {to.nodes} nodes: no measurement of it can be "
-                f"scaled, and the topology has no {_missing(to, after)} link; known: "
-                f"{', '.join(self.libraries()) or 'no library'}"
+                f"scaled, and the topology has no {_missing(to, after)} link; expected its rate under `links`"
+                f" (docs/planning.md), or a table; known: {', '.join(self.libraries()) or 'no library'}"
             )
         seconds, best = min(known, key=lambda pair: pair[0])
         return Cost(seconds, 0.0, "assumed"), best(nbytes, to, after.shared)

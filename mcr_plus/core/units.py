@@ -28,7 +28,7 @@ def parse_size(value: object) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"(\d{1,19}) ?([A-Za-z]*)", value.strip(), re.ASCII)
         if match is None:
-            raise ValueError(f"expected a size such as 64KiB or a number of bytes, got {short(value)}")
+            raise ValueError(f"expected a size such as 64KiB or a number of bytes, whole, got {short(value)}")
         number, unit = match.groups()
         if unit and unit not in SIZE_UNITS:
             raise ValueError(f"wrong unit {unit!r}; expected bytes or {', '.join(SIZE_UNITS)}")

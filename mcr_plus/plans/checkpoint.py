@@ -69,6 +69,7 @@ def load_state_dict(parallel: ParallelModel, state: Mapping[str, Tensor]) -> Non
         shape = boxes_of(param)[0]
         if name not in state or tuple(state[name].shape) != shape:
             got = f"got {list(state[name].shape)}" if name in state else "it is missing"
+            got += "" if state else ", as on ranks other than 0 without `mcr.broadcast_object`"
             raise InvalidArgument(f"state: {name}: expected shape {list(shape)}, {got}")
     for bucket in parallel.buckets:
         if bucket.held == "parameters":

@@ -16,6 +16,7 @@ from mcr_plus.compression.options import codec_of
 from mcr_plus.compression.policy import options_from_call, refusal_of_any_shape
 from mcr_plus.compression.stage import prepare
 from mcr_plus.config.document import parse_document
+from mcr_plus.config.options import stage_options
 from mcr_plus.core.message import Signature, frozen, thawed
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.layout.layout import Layout
@@ -49,9 +50,11 @@ def parse_codec(text: str) -> CodecChoice:
     """Return a codec by its name, or by YAML with its options: `{codec: topk, ratio: 0.1}`.
 
     Raises:
-        ConfigError: the text is no mapping.
+        ConfigError: the text is no mapping; the codec is unknown, or its options are.
     """
-    return parse_document(text, "codec", Path(), versioned=False).data if text.startswith("{") else text
+    data = parse_document(text, "codec", Path(), versioned=False).data if text.startswith("{") else text
+    stage_options("compress", {"codec": data} if isinstance(data, str) else data, name="codec")
+    return data
 
 
 def payload_codec(choice: CodecChoice, dtype: str) -> PayloadCodec:

@@ -172,6 +172,10 @@ class ModelPlan:
             own = tuple(name for name in names if name in block.axes)
             if not own:
                 known = unknown("axis", (*names, "")[0], tuple(block.axes) or ("none",))
+                if "batch" in names and block.kind.endswith("LossFunction"):
+                    known += "; expected a loss that is the mean over the items of the batch"
+                elif "batch" in names and "BatchNorm" in block.kind:
+                    known += "; its statistics are of the whole batch"
                 raise InvalidArgument(f"block {block.name} ({block.kind}): {known}")
             hows = {block.axes[name].how for name in own}
             if len(own) > 1 and not hows <= set(OUTSIDE):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Final
 
 from mcr_plus.core.units import about
+from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.memory import MemoryUse, memory_of
 from mcr_plus.plans.proof import ProvedPlan
 
@@ -31,20 +34,22 @@ def plan_page(proved: ProvedPlan, step: float | None = None) -> str:
     ranks = range(min(plan.ranks, _MOST))
     uses = [memory_of(proved, rank) for rank in ranks]
     title = f"Plan {plan.name}: {len(plan.blocks)} blocks on {plan.ranks} ranks"
-    about_time = f"{1e3 * proved.ideal:.4g} ms without communication"
+    about_time = f"{1e3 * proved.ideal:.4g} ms with a core for each rank, and without communication"
     if step is not None:
-        about_time = f"{1e3 * step:.4g} ms foretold, {about_time}"
+        about_time = f"A step: {1e3 * step:.4g} ms foretold; {about_time}"
     rows = "".join(
         f"<tr><td>{rank}</td><td>{_blocks(proved, rank)}</td><td>{about(use.peak)}</td>"
         f"<td>{html.escape(str(use.at))}</td></tr>"
         for rank, use in zip(ranks, uses, strict=True)
     )
     parts = [
-        f"<h1>{html.escape(title)}</h1><p>{about_time}. Below: tasks in this order, a number for each "
-        f"micro-batch; <b class='F'>F</b> forward, <b class='B'>B</b> backward, <b class='W'>W</b> gradients "
+        f"<h1>{html.escape(title)}</h1><p>{about_time}, as drawn below. Each box is a task with its "
+        f"micro-batch: <b class='F'>F</b> forward, <b class='B'>B</b> backward, <b class='W'>W</b> gradients "
         f"of parameters. {len(proved.transfers)} transfers between tasks.</p>",
+        _settings(proved.plan),
         _tasks(proved, ranks),
-        "<h2>Memory over time</h2>",
+        f"<h2>Memory over time</h2><p>At the same times; a row is {about(max(use.peak for use in uses))} "
+        f"high.</p>",
         _memory(proved, uses),
         "<table><tr><th>rank</th><th>blocks</th><th>most memory</th><th>in</th></tr>" + rows + "</table>",
     ]
@@ -53,8 +58,31 @@ def plan_page(proved: ProvedPlan, step: float | None = None) -> str:
 
 
 def _blocks(proved: ProvedPlan, rank: int) -> str:
-    names = [proved.plan.blocks[i].name for i, places in enumerate(proved.plan.places) if rank in places]
+    return _names(proved.plan, [i for i, places in enumerate(proved.plan.places) if rank in places])
+
+
+def _names(plan: ModelPlan, blocks: Sequence[int]) -> str:
+    names = [plan.blocks[block].name for block in blocks]
     return html.escape(", ".join(names if len(names) < 4 else [names[0], "…", names[-1]]))
+
+
+def _settings(plan: ModelPlan) -> str:
+    """Return a table of the cuts and so on, a row for consecutive blocks that have the same."""
+    rows = [
+        f"<tr><td>{_names(plan, [*blocks])}</td><td>{html.escape(what)}</td></tr>"
+        for what, blocks in groupby(range(len(plan.blocks)), partial(_setting, plan))
+    ]
+    return "<table><tr><th>blocks</th><th>how</th></tr>" + "".join(rows) + "</table>"
+
+
+def _setting(plan: ModelPlan, block: int) -> str:
+    cuts = [f"{' and '.join(cut.axes) or 'replicas'} in {cut.parts}" for cut in plan.cuts[block]]
+    held = plan.held[block]
+    return ", ".join(
+        (cuts or ["whole"])
+        + (["recomputed"] if plan.recomputed[block] else [])
+        + ([f"{held} in shards"] if held != "whole" else [])
+    )
 
 
 def _svg(height: float, inside: Iterator[str]) -> str:

@@ -186,8 +186,8 @@ class _Flow(TorchDispatchMode):
             user = next(name for time, name in around.uses if time >= kid.time)
             raise Unsupported(
                 f"{kid.name}: no block of a chain: the tensor {list(around.shape)} that {around.maker} makes "
-                f"goes around it, to {user}; expected its input alone (a skip within a module is fine); "
-                "`mcr.wrap` and `mcr.fsdp` take any model"
+                f"goes around it, to {user}; expected its input alone: put modules that run beside each "
+                "other, and what joins them, into one module; `mcr.wrap` and `mcr.fsdp` take any model"
             )
         starts = [kid for kid in call.kids if kid.cut is not None or call.number == 0]
         one = type(call.module) is not nn.Sequential and inner_axes(call.module)
@@ -509,7 +509,7 @@ def _users(flow: _Flow, segments: Sequence[_Segment], names: Mapping[Any, str]) 
         if len(used) > 1 and not getattr(param, "mcr_shared", False):
             first, second = (segments[index].members[0].name for index in used[:2])
             raise Unsupported(
-                f"{second}: it shares {names[param]} with {first}; expected parameters of one block, or "
-                "`parameter.mcr_shared = True`, and a plan that keeps these blocks together"
+                f"{second}: it shares {names[param]} with {first}; expected parameters of one block; "
+                "the parameter's `mcr_shared = True`, set before `mcr.profile`, allows it"
             )
     return users

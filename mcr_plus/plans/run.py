@@ -103,6 +103,16 @@ def parallelize(
         raise InvalidArgument(f"plan: made for {proved.plan.ranks} ranks; the job has {get_world_size()}")
     if optimizer.state:
         raise InvalidArgument("optimizer: it has state already; expected one before its first step")
+    own = set(map(id, model.parameters()))
+    if any(id(param) not in own for group in optimizer.param_groups for param in group["params"]):
+        raise InvalidArgument(
+            "optimizer: it has parameters that the model has not; expected one of this model"
+        )
+    for name, param in model.named_parameters():
+        if param.is_meta or (param.numel() and not param.untyped_storage().nbytes()):
+            raise InvalidArgument(
+                f"model: {name} has no memory, as after an earlier `parallelize`; expected a new model"
+            )
     return ParallelModel(model, optimizer, proved, loss)
 
 
@@ -172,7 +182,7 @@ class ParallelModel:
             )
         if shape := plan.blocks[-1].shape:
             raise InvalidArgument(
-                f"{plan.blocks[-1].name}: its output is {list(shape)}; expected a profile with a `loss`"
+                f"{plan.blocks[-1].name}: its output is {list(shape)}; expected a `loss` that is a mean"
             )
         modules = self.module.named_modules()
         drops = [name for name, m in modules if "Dropout" in type(m).__name__ and getattr(m, "p", False)]

@@ -203,6 +203,8 @@ class GradientBucket:
         if self.work is not None:
             self.work.wait()
             self.work = None
+        for param in self.params if self.held != "whole" else []:
+            param.grad = None  # it is of this rank alone: not for another optimizer than that of the shard
 
     def gather(self, *, exact: bool = False) -> None:
         """Get the parameters of all shards, into the memory of whole ones.

@@ -73,7 +73,9 @@ def test_codecs_for_slow_links(folder: Path, profile: Profile) -> None:
     assert "to the next one with {'codec': 'topk', 'ratio': 0.1}" in answer.stdout
     (codec,) = load_plan(folder / "plan.json", profile).codecs.values()
     assert codec == {"codec": "topk", "ratio": 0.1}
-    assert "unknown codec 'int5'" in plan(folder, "--codec", "int5").stderr
+    answer = plan(folder, "--codec", "int5")
+    assert "--codec" in answer.stderr
+    assert "compress.codec: unknown codec 'int5'" in answer.stderr
     assert "codec:1: document: not valid YAML" in plan(folder, "--codec", "{codec").stderr
 
 
@@ -96,6 +98,15 @@ def test_what_is_printed_and_written(folder: Path, profile: Profile) -> None:
     page = (folder / "plan.html").read_text()
     assert page.startswith("<!doctype html>")
     assert page.count("<rect") == sum(len(run.ranks) for run in proved.runs)
+    assert ("<td>batch in 2</td>" in page) == (best["data"] == 2)
+
+
+def test_what_keeps_a_batch_whole_is_named(folder: Path) -> None:
+    one, *more = [layer(number) for number in range(4)]
+    chain([one.model_copy(update={"axes": {}}), *more]).save(folder / "profile.json")
+    answer = plan(folder)
+    assert answer.returncode == 0, answer.stderr
+    assert f"no data parallelism or micro-batches: {one.name} cannot be cut along `batch`" in answer.stdout
 
 
 def test_the_best_plan_for_torchs_engines_or_why_not(folder: Path) -> None:

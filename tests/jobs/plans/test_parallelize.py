@@ -127,10 +127,16 @@ def test_transfers_through_a_codec_train() -> None:
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     one, two = (result.value for result in run_ranks(refusals, 2))
     assert one == two
+    again = one.pop("again")
+    assert again.startswith("InvalidArgument: model: ")
+    assert again.endswith(" has no memory, as after an earlier `parallelize`; expected a new model")
+    stranger = "optimizer: it has parameters that the model has not; expected one of this model"
     parts = "model: its parameters have other names, shapes or dtypes than the profile's"
     assert one == {
         "batch": "InvalidArgument: batch: shapes [[9, 6]]; the plan is for 8 items",
         "state": "InvalidArgument: optimizer: it has state already; expected one before its first step",
+        "stranger": f"InvalidArgument: {stranger}",
+        "once": "",
         "ranks": "InvalidArgument: plan: made for 3 ranks; the job has 2",
         "kind": "InvalidArgument: plan: 'data_parallel'; expected an object of class ModelPlan",
         "shapes": f"InvalidArgument: {parts}",

@@ -183,12 +183,13 @@ def cut_module(
     """
     if list(own) != list(range(own[0], own[-1] + 1)):
         raise Unsupported(f"{names[0]}: parts {list(own)} on one rank; expected consecutive ones")
+    wanted = list(modules_to_cut(model, names, axes, count))
+    if not wanted:
+        raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
     found: dict[str, CutModule] = {}
-    dealt: list[str] = []
-    for path, module, axis in modules_to_cut(model, names, axes, count):
+    for path, module, axis in wanted:
         parts = [part_of((0, count[axis]), cuts, number) for number in own]
         if hasattr(module, "mcr_cut"):
-            dealt.append(path)
             if group is not None:
                 _deal(module, axis, count[axis], range(parts[0][0], parts[-1][1]), group)
             continue
@@ -197,8 +198,6 @@ def cut_module(
         run_whole_before(found[path], whole)
         parent, _, key = path.rpartition(".")
         setattr(model.get_submodule(parent), key, found[path])
-    if not found and not dealt:
-        raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
     return found
 
 

@@ -340,8 +340,7 @@ class ModelPlan:
             raise InvalidArgument(f"stages: {short(count)}; the profile has {len(blocks)} blocks")
         given = [block.forward + block.backward for block in blocks] if weights is None else weights
         ends = np.concatenate([[0.0], np.cumsum(given)])
-        best = ends.copy()
-        best[0] = 0.0
+        best = ends
         firsts: list[Ints] = []
         for stage in range(1, count):
             # Stage `stage` begins at block i: the largest of the stages before, and of blocks i to j.

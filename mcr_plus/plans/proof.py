@@ -24,7 +24,7 @@ from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import exchanges
 from mcr_plus.layout.regions import Boxes, as_ints, contains, grids, meet
 from mcr_plus.plans.joining import first_tasks
-from mcr_plus.plans.language import ALONG_DATA, BlockCut, Kind, ModelPlan, PlanTask
+from mcr_plus.plans.language import ALONG_DATA, BlockCut, Kind, ModelPlan, PlanTask, TensorKey
 from mcr_plus.plans.sums import shared_groups
 from mcr_plus.plans.tensors import Ends, PlanTensors
 
@@ -208,35 +208,30 @@ def _check_shared(plan: ModelPlan) -> None:
 
 
 def _check_tensors(plan: ModelPlan, tensors: PlanTensors) -> None:
-    proved: set[tuple[int, int]] = set()
+    proved: set[Ends] = set()
     for tensor, micro, slice_, gradient in _all_tensors(plan):
         ends = (tensors.gradients if gradient else tensors.values)(tensor, micro, slice_)
-        key = (id(ends.made), id(ends.needed))
-        if key in proved:
+        if ends in proved:
             continue
-        proved.add(key)
-        block, kind = (tensor - 1, "B") if gradient else (tensor, "F")
-        task = f"{kind}(block {block}, micro-batch {micro}, slice {slice_})"
+        proved.add(ends)
+        task = PlanTask(tensor - gradient, micro, slice_, "B" if gradient else "F")
         for rank in ends.needed.ranks:
             if missing := _missing(ends.made, ends.needed, rank):
                 what = "gradient of output" if gradient else "input"
                 raise InvalidArgument(f"{task} on rank {rank}: {missing} of its {what} is made by no task")
         if wrong := _unproved(ends.made, ends.needed):
             raise InvalidArgument(f"{task}: {wrong}")
-    last = len(plan.blocks) - 1
-    for micro in range(plan.micro_batches):
-        for slice_ in range(plan.slices):
-            for block in (0, last):  # their outer ends are tensors of no other block
-                tensors.end(block, "input", micro, slice_)
+    ends_of = (0, len(plan.blocks) - 1)  # their outer ends are tensors of no other block
+    for block, micro, slice_ in product(ends_of, range(plan.micro_batches), range(plan.slices)):
+        tensors.end(block, "input", micro, slice_)
 
 
-def _all_tensors(plan: ModelPlan) -> Iterator[tuple[int, int, int, bool]]:
-    for tensor in range(1, len(plan.blocks)):
-        for micro in range(plan.micro_batches):
-            for slice_ in range(plan.slices):
-                yield tensor, micro, slice_, False
-                if not plan.blocks[tensor - 1].detached:
-                    yield tensor, micro, slice_, True
+def _all_tensors(plan: ModelPlan) -> Iterator[TensorKey]:
+    counts = range(1, len(plan.blocks)), range(plan.micro_batches), range(plan.slices)
+    for tensor, micro, slice_ in product(*counts):
+        yield tensor, micro, slice_, False
+        if not plan.blocks[tensor - 1].detached:
+            yield tensor, micro, slice_, True
 
 
 def _missing(made: Layout, needed: Layout, rank: int) -> str | None:
@@ -373,9 +368,7 @@ def _transfers(plan: ModelPlan, tensors: PlanTensors, runs: Sequence[TaskRun]) -
     for tensor, micro, slice_, gradient in _all_tensors(plan):
         both = (tensors.gradients if gradient else tensors.values)(tensor, micro, slice_)
         if not is_local(both):
-            maker = (
-                PlanTask(tensor, micro, slice_, "B") if gradient else PlanTask(tensor - 1, micro, slice_, "F")
-            )
+            maker = PlanTask(tensor - 1 + gradient, micro, slice_, "B" if gradient else "F")
             yield PlanTransfer(tensor, micro, slice_, gradient, *both, ends[maker])
 
 

@@ -137,11 +137,9 @@ class ParallelModel:
         kept = new | {name: self._now(name) for name in old if name in unused}
         self._parameters = {name: param for name, param in kept.items() if not param.is_meta}
         self.part = ModelPart(model, loss, self.plan.profile)
-        groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        self.group_names = [
-            [own[id(param)] for param in group["params"] if id(param) in own]
-            for group in optimizer.param_groups
-        ]
+        given = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        groups = {param: number for number, params in enumerate(given) for param in params}
+        self.group_names = [[own[param] for param in params if param in own] for params in given]
         self.optimizer = optimizer
         self.copies: dict[int, int] | None = None
         self.buckets = sums.make_buckets(self._own(old, new, groups), self._groups.gradients)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -217,6 +217,17 @@ def digests(rows: BoxRows, ranks: Ints) -> NDArray[np.int64]:
         sums = np.add.reduceat(mixed, firsts) | np.uint64(1)
     found[np.searchsorted(ranks, rows.peers[firsts])] = sums
     return found.view(np.int64)
+
+
+def unlike(parts: Sequence[ExchangePart], ranks: Ints) -> str | None:
+    """Return the error if two ranks disagree about the boxes between them, or their order; else None."""
+    sent = np.stack([digests(part.sends, ranks) for part in parts])
+    expected = np.stack([digests(part.receives, ranks) for part in parts])
+    differ = np.argwhere(sent != expected.T)
+    if not len(differ):
+        return None
+    sender, receiver = (int(ranks[at]) for at in differ[0])
+    return f"rank {sender} would send other boxes than rank {receiver} expects"
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -15,7 +15,6 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout import proof
 from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import ExchangePart
 from mcr_plus.layout.native import may_reduce
 from mcr_plus.layout.program import (
     LOADS,
@@ -167,7 +166,7 @@ def survey(
                 loads[at, number] = load(part, itemsize, nodes)
                 np.add.at(links[node_of[part.rank]], node_of[part.sends.peers], part.sends.sizes * itemsize)
                 wrong = wrong or proof.check(part, step.source, step.target)
-            wrong = wrong or _unlike(parts, as_ints(ranks))
+            wrong = wrong or proof.unlike(parts, as_ints(ranks))
         crossing = np.zeros((len(links), *loads.shape[1:-1], 2), np.int64)
         np.add.at(crossing, node_of[as_ints(ranks)], loads[..., 3:5])
         seconds = float(MessageCosts().seconds(loads.max(axis=0), crossing.max(axis=0)).sum())
@@ -182,14 +181,3 @@ def _add_links(links: NDArray[np.int64], node_of: Ints, group: Sequence[int], ra
     far = nodes[nodes != node_of[rank]]
     if len(far):
         np.add.at(links[node_of[rank]], far, -(-int(row[3]) // len(far)))
-
-
-def _unlike(parts: Sequence[ExchangePart], ranks: Ints) -> str | None:
-    """Return the error if two ranks disagree about the boxes between them, or their order; else None."""
-    sent = np.stack([proof.digests(part.sends, ranks) for part in parts])
-    expected = np.stack([proof.digests(part.receives, ranks) for part in parts])
-    differ = np.argwhere(sent != expected.T)
-    if not len(differ):
-        return None
-    sender, receiver = (int(ranks[at]) for at in differ[0])
-    return f"rank {sender} would send other boxes than rank {receiver} expects"

@@ -119,6 +119,17 @@ class SlabConvolution:
     options: CallOptions
     overlap: bool
 
+    @classmethod
+    def bound(
+        cls, window: Window, groups: int, layouts: tuple[Layout, Layout], front: tuple[int, ...],
+        comm: Communicator, options: CallOptions, *, overlap: bool = True,
+    ) -> SlabConvolution:  # fmt: skip
+        """Return the convolution on this rank. `layouts`: of input and output; `front`: N and C."""
+        (source, output), rank = layouts, comm.ranks[comm.rank]
+        halo = Halo(lifted(source, front), lifted(window.target(source, output), front))
+        part = part_of(window, source, output, rank)
+        return cls(window, groups, source.shape, output.locals[rank], part, halo, comm, options, overlap)
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the local output for a local input."""
         if self.halo.moves:
@@ -296,7 +307,6 @@ class _Conv(_Layer):
         self.layout, self.group, self.tag, self.overlap = layout, group, tag, overlap
         self._window = window_of(conv)
         self.out_layout = self._window.output(layout)
-        self._target = self._window.target(layout, self.out_layout)
         self._known: dict[Any, SlabConvolution] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -307,7 +317,10 @@ class _Conv(_Layer):
         key = (len(x), self.overlap)
         how = self._known.get(key)
         if how is None or how.comm is not comm:
-            how = self._known[key] = self._how(tuple(x.shape[:_FRONT]), comm)
+            layouts, front = (self.layout, self.out_layout), tuple(x.shape[:_FRONT])
+            how = self._known[key] = SlabConvolution.bound(
+                self._window, conv.groups, layouts, front, comm, {"tag": self.tag}, overlap=self.overlap
+            )
         weight, bias = conv.weight, conv.bias
         device = x.device.type
         if not torch.is_autocast_enabled(device):
@@ -315,20 +328,6 @@ class _Conv(_Layer):
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return how(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    def _how(self, front: tuple[int, ...], comm: Communicator) -> SlabConvolution:
-        rank = comm.ranks[comm.rank]
-        return SlabConvolution(
-            self._window,
-            cast("nn.Conv3d", self).groups,
-            self.layout.shape,
-            self.out_layout.locals[rank],
-            part_of(self._window, self.layout, self.out_layout, rank),
-            Halo(lifted(self.layout, front), lifted(self._target, front)),
-            comm,
-            {"tag": self.tag},
-            self.overlap,
-        )
 
 
 class Conv3d(_Conv, nn.Conv3d):

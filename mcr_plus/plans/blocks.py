@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -122,6 +123,15 @@ class Profile(StrictModel):
             raise ValueError("several blocks have one name; expected different names")
         return self
 
+    @property
+    def users(self) -> dict[str, list[int]]:
+        """The blocks that use each parameter, by their indices."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for index, block in enumerate(self.blocks):
+            for name in sorted(block.names):
+                found[name].append(index)
+        return found
+
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a file written by `save`.
@@ -139,16 +149,14 @@ class Profile(StrictModel):
         write_text(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 
     def __str__(self) -> str:
-        rows = [
-            ["block", "kind", "forward", "backward", "recompute", "parameters", "state", "saved", "output"]
-        ]
+        head = ["block", "kind", "forward", "backward", "recompute", "parameters", "state", "saved", "output"]
+        rows = [[*head, "cuts, notes"]]
         for block in self.blocks:
             notes = [
                 f"{name} {'x'.join(map(str, axis.parts))} {axis.how}" for name, axis in block.axes.items()
             ]
             notes += [name for name in ("shared", "reads_batch", "random") if getattr(block, name)]
             rows.append([block.name, block.kind, *_sums([block]), str(list(block.shape)), ", ".join(notes)])
-        rows[0].append("cuts, notes")
         rows.append(["all", "", *_sums(self.blocks), "", ""])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

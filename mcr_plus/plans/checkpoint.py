@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.job.init import get_world_size, world
+from mcr_plus.job.init import world
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.state import redistribution
 
@@ -102,7 +102,7 @@ def optimizer_state_dict(parallel: ParallelModel, to: int = 0) -> dict[str, Any]
                     scalars.setdefault(name, {})[key] = deepcopy(value)
             else:
                 wrong = f"optimizer: {key} of {names[0]} has neither the parameter's shape nor is a scalar"
-    gathered = everyone((set(tensors), scalars, wrong))
+    gathered = world().all_gather_object((set(tensors), scalars, wrong))
     if refused := next((theirs for *_, theirs in gathered if theirs), None):
         raise Unsupported(refused)
     state = {name: values for _, theirs, _ in gathered for name, values in theirs.items()}
@@ -173,17 +173,13 @@ def _is_scalar(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.numel() == 1
 
 
-def everyone(mine: Any) -> list[Any]:
-    """Return the objects of all ranks."""
-    return world().all_gather_object(mine) if get_world_size() > 1 else [mine]
-
-
 def _whole(parallel: ParallelModel, local: Mapping[str, Tensor], to: int) -> dict[str, Tensor]:
     """Return on rank `to` whole tensors by the names of parameters; ranks have parts as of these."""
     params = parallel.parameters()
     holders: dict[str, dict[int, list[Bounds]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, theirs in enumerate(everyone({name: boxes_of(params[name]) for name in local})):
+    own = {name: boxes_of(params[name]) for name in local}
+    for rank, theirs in enumerate(world().all_gather_object(own)):
         for name, (shape, boxes) in theirs.items():
             holders.setdefault(name, {})[rank] = boxes
             shapes[name] = shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -82,58 +83,45 @@ class CutModule(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        axis: str,
-        count: int,
-        parts: Sequence[tuple[int, int]],
-        enter: Move,
+        self, module: nn.Module, axis: str, count: int, parts: Sequence[tuple[int, int]], enter: Move,
         leave: Move,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.inner, self.enter, self.leave = module, enter, leave
         cuts = cut_parameters(module, axis, count)
         own = parts[0][0], parts[-1][1]
         self.units = [(low - own[0], high - own[0]) for low, high in parts]
-        self.count, self.cuts = own[1] - own[0], cuts
-        self.counts = {
-            name: getattr(module, name) for name in HEADS if axis == "heads" and hasattr(module, name)
-        }
+        self.count, self.whole_count, self.cuts = own[1] - own[0], count, cuts
+        heads = HEADS if axis == "heads" else ()
+        self.counts = {name: getattr(module, name) for name in heads if hasattr(module, name)}
         self.first_row = own[0] * (getattr(module, "num_embeddings", 0) // count) if axis == "rows" else None
         kids = [kid for kid in module.children() if isinstance(kid, nn.Linear)]
         self.bias = kids[-1].bias if kids else None  # it is added to the sum
         if kids:
             kids[-1].register_parameter("bias", None)
-        self.whole_count = count
         for name, cut in cuts.items():
-            holder = module.get_submodule(name.rpartition(".")[0])
-            key = name.rpartition(".")[2]
-            whole = getattr(holder, key)
+            path, _, key = name.rpartition(".")
+            whole = module.get_parameter(name)
             shard = cut.take(whole.detach(), own, count).clone()
             new = nn.Parameter(shard, requires_grad=whole.requires_grad)
             new.mcr_cut = (tuple(whole.shape), cut, own, count)  # type: ignore[attr-defined]
-            setattr(holder, key, new)
+            setattr(module.get_submodule(path), key, new)
         self._set(own)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the parts, and add up their outputs."""
-        leaves, spec = tree_flatten((args, kwargs))
-        at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        leaves[at] = _moved(self.enter, leaves[at])
-        args, kwargs = tree_unflatten(leaves, spec)
+        args, kwargs = _with_first((args, kwargs), partial(_moved, self.enter))
         if len(self.units) == 1:
-            return self._left(self._rows(*args, **kwargs))
-        sums: list[Any] = []
+            return _with_first(self._rows(*args, **kwargs), self._left)
+        made: Any = None
         for number in range(len(self.units)):
+            before = tensors_in(made)
             made = checkpoint(
                 self._part, number, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
             )
-            output, spec = tree_flatten(made)
-            first = next(i for i, leaf in enumerate(output) if isinstance(leaf, Tensor))
-            if sums:
-                output[first] = sums[first] + output[first]
-            sums = output
-        return self._left(tree_unflatten(sums, spec))
+            if before:
+                made = _with_first(made, before[0].add)
+        return _with_first(made, self._left)
 
     def _part(self, number: int, *args: Any, **kwargs: Any) -> Any:
         units = self.units[number]
@@ -154,13 +142,9 @@ class CutModule(nn.Module):
         found = nn.functional.embedding(rows.clamp(0, len(weight) - 1), weight, at)
         return found * ((rows >= 0) & (rows < len(weight))).unsqueeze(-1)
 
-    def _left(self, output: Any) -> Any:
-        leaves, spec = tree_flatten(output)
-        at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        leaves[at] = _moved(self.leave, leaves[at])
-        if self.bias is not None:
-            leaves[at] = leaves[at] + self.bias
-        return tree_unflatten(leaves, spec)
+    def _left(self, output: Tensor) -> Tensor:
+        output = _moved(self.leave, output)
+        return output if self.bias is None else output + self.bias
 
     def _set(self, units: tuple[int, int]) -> None:
         for name, count in self.counts.items():
@@ -170,6 +154,19 @@ class CutModule(nn.Module):
 def _moved(move: Move, x: Tensor) -> Tensor:
     """Return `x` moved, but for indices."""
     return move(x) if x.is_floating_point() else x
+
+
+def same(x: Tensor) -> Tensor:
+    """Return `x`: the move of parts that one rank has."""
+    return x
+
+
+def _with_first(value: Any, change: Move) -> Any:
+    """Return nested containers with their first tensor changed."""
+    leaves, spec = tree_flatten(value)
+    at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    leaves[at] = change(leaves[at])
+    return tree_unflatten(leaves, spec)
 
 
 def cut_module(
@@ -186,12 +183,13 @@ def cut_module(
     """
     if list(own) != list(range(own[0], own[-1] + 1)):
         raise Unsupported(f"{names[0]}: parts {list(own)} on one rank; expected consecutive ones")
+    wanted = list(modules_to_cut(model, names, axes, count))
+    if not wanted:
+        raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
     found: dict[str, CutModule] = {}
-    dealt: list[str] = []
-    for path, module, axis in modules_to_cut(model, names, axes, count):
+    for path, module, axis in wanted:
         parts = [part_of((0, count[axis]), cuts, number) for number in own]
         if hasattr(module, "mcr_cut"):
-            dealt.append(path)
             if group is not None:
                 _deal(module, axis, count[axis], range(parts[0][0], parts[-1][1]), group)
             continue
@@ -200,8 +198,6 @@ def cut_module(
         run_whole_before(found[path], whole)
         parent, _, key = path.rpartition(".")
         setattr(model.get_submodule(parent), key, found[path])
-    if not found and not dealt:
-        raise Unsupported(f"{names[0]}: no module of it is known to be cut along {', '.join(axes)}")
     return found
 
 
@@ -249,13 +245,10 @@ def adds_up(module: nn.Module, axis: str, args: Any, kwargs: Any) -> bool:
         twin = copy.deepcopy(module).eval()
         for param in twin.parameters():
             param.normal_(std=param.shape[-1] ** -0.5 if param.ndim > 1 else 1.0)
-        leaves, spec = tree_flatten((args, kwargs))
-        at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        leaves[at] = torch.randn_like(leaves[at])
-        args, kwargs = tree_unflatten(leaves, spec)
+        args, kwargs = _with_first((args, kwargs), torch.randn_like)
         whole = tensors_in(twin(*args, **kwargs))
         halves = [(0, count // 2), (count // 2, count)]
-        found = CutModule(twin, axis, count, halves, lambda x: x, lambda x: x)(*args, **kwargs)
+        found = CutModule(twin, axis, count, halves, same, same)(*args, **kwargs)
         # Of further outputs, such as a penalty on activations, each part would return its own.
         pairs = zip(tensors_in(found), whole, strict=True)
         return all(one.shape == other.shape and _are_close(one, other) for one, other in pairs)

@@ -22,7 +22,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.native import native
 from mcr_plus.plans.codecs import transfer_codec
-from mcr_plus.plans.language import Held, PlanTask
+from mcr_plus.plans.language import OUTSIDE, Held, PlanTask, TensorKey
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
 from mcr_plus.plans.sums import complete, gradient_groups, in_buckets, peers
 from mcr_plus.tables import FOLDER as BUILTIN
@@ -75,15 +75,6 @@ class PlannedSum(NamedTuple):
     held: Held
 
 
-class _InnerOperation(NamedTuple):
-    """An operation within a task, for which the rank waits."""
-
-    kind: str
-    nbytes: int
-    group: tuple[int, ...]
-    tag: str
-
-
 def foretell(
     proved: ProvedPlan, costs: ClusterCosts, overhead: float = OVERHEAD, *, gathers: bool = False
 ) -> Timeline:
@@ -115,7 +106,6 @@ class _PlanStep:
         self.overhead, self.gathers = overhead, gathers
         self.proved, self.plan = proved, proved.plan
         self.ids: dict[object, int] = {}
-        self.starts = {(run.task, rank): run.start for run in proved.runs for rank in run.ranks}
 
     @cached_property
     def sums(self) -> list[PlannedSum]:
@@ -136,13 +126,11 @@ class _PlanStep:
 
     def events(self, rank: int) -> Iterator[Event]:
         """Yield the events of a rank."""
-        keyed: list[tuple[tuple[float, int], PlanTask | PlanTransfer | PlannedSum]] = []
-        for each in self.proved.program(rank):
-            at = each.time if isinstance(each, PlanTransfer) else self.starts[each, rank]
-            keyed.append(((at, 1 - isinstance(each, PlanTransfer)), each))
+        keyed: list[tuple[tuple[float, int], PlanTask | PlanTransfer | PlannedSum]]
+        keyed = [*self.proved.program(rank)]
         keyed += [((one.time, 0), one) for one in self.sums if rank in one.ranks]
         waits: list[int] = []
-        moving: dict[tuple[int, int, int, bool], tuple[int, Layout]] = {}
+        moving: dict[TensorKey, tuple[int, Layout]] = {}
         for _, item in sorted(keyed, key=lambda pair: pair[0]):
             if isinstance(item, PlanTransfer):
                 issue = self._transfer(item)
@@ -158,11 +146,10 @@ class _PlanStep:
                 yield self._issue(kind, item.nbytes, item.ranks, "plan.gradients", item)
                 waits.append(self.ids[item])
             else:
-                needed = self._needs(item)
-                if needed in moving:
-                    number, layout = moving.pop(needed)
+                if item.needs in moving:
+                    number, layout = moving.pop(item.needs)
                     yield WaitEvent(number)
-                    yield from self._coding(needed[0], layout, rank, encodes=False)
+                    yield from self._coding(item.needs[0], layout, rank, encodes=False)
                 yield from self._task(item, rank)
         for number in (*(number for number, _ in moving.values()), *waits):
             yield WaitEvent(number)
@@ -171,10 +158,6 @@ class _PlanStep:
                 issue = self._issue("all_gather", one.nbytes, one.ranks, "plan.parameters", (one, "gather"))
                 yield issue
                 yield WaitEvent(issue.id)
-
-    def _needs(self, task: PlanTask) -> tuple[int, int, int, bool]:
-        is_back = task.kind != "F"
-        return task.block + is_back, task.micro, task.slice, is_back
 
     def _issue(self, kind: str, nbytes: int, group: tuple[int, ...], tag: str, key: object) -> IssueEvent:
         number = self.ids.setdefault(key, len(self.ids))
@@ -202,20 +185,19 @@ class _PlanStep:
 
     def _task(self, task: PlanTask, rank: int) -> Iterator[Event]:
         """Yield the computation of a task, in parts between the operations within it."""
-        inner = [each for each in self._within(task, rank) if len(each.group) > 1]
+        within = (each for each in self._within(task, rank) if len(each[2]) > 1)
+        inner = [self._issue(*each, (task, each[2], number)) for number, each in enumerate(within)]
         seconds = seconds_of(self.plan, self.proved.tensors, task, rank) / (len(inner) + 1)
         name = f"{task.kind}{task.micro} {self.plan.blocks[task.block].name}"
         if self._begins(task, rank):
             yield ComputeEvent(name, self.overhead)
-        for number, each in enumerate(inner):
+        for issue in inner:
             # Parameters are gathered before the task computes.
-            if each.kind != "all_gather_parameters":
-                yield ComputeEvent(name, seconds + REDISTRIBUTION * (each.kind != "all_reduce"))
-            kind = each.kind.removesuffix("_parameters")
-            issue = self._issue(kind, each.nbytes, each.group, each.tag, (task, each.group, number))
+            if issue.tag != "plan.parameters":
+                yield ComputeEvent(name, seconds + REDISTRIBUTION * (issue.kind != "all_reduce"))
             yield issue
             yield WaitEvent(issue.id)
-        gathers = sum(each.kind == "all_gather_parameters" for each in inner)
+        gathers = sum(issue.tag == "plan.parameters" for issue in inner)
         yield ComputeEvent(name, seconds * (1 + gathers))
 
     def _begins(self, task: PlanTask, rank: int) -> bool:
@@ -225,23 +207,21 @@ class _PlanStep:
             return firsts[task, rank] == task
         return firsts.get((forward._replace(block=task.block + 1), rank)) != firsts[forward, rank]
 
-    def _within(self, task: PlanTask, rank: int) -> Iterator[_InnerOperation]:
+    def _within(self, task: PlanTask, rank: int) -> Iterator[tuple[str, int, tuple[int, ...], str]]:
+        """Yield kind, bytes, ranks and tag of the operations within a task, for which the rank waits."""
         plan, index = self.plan, task.block
         block = plan.blocks[index]
         if plan.held[index] == "parameters":
             group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
             whole = round(parameter_share(plan, index, rank) * block.parameters)
-            yield _InnerOperation("all_gather_parameters", whole, group, "plan.parameters")
+            yield "all_gather", whole, group, "plan.parameters"
         for axis, cut in enumerate(plan.cuts[index]):
-            if plan.how(index, cut) not in ("sum", "exchange") or task.kind == "W":
+            if plan.how(index, cut) not in OUTSIDE or task.kind == "W":
                 continue
             group = peers(plan, index, axis, rank)
             passes = 2 if task.kind == "B" and plan.recomputed[index] else 1
             share = share_of(self.proved.tensors, task, cut, group)
             for name in [name for name in cut.axes for _ in range(passes)]:
                 nbytes = round(share * block.axes[name].input)
-                if cut.outside is None:
-                    yield _InnerOperation("all_reduce", nbytes, group, "plan.sums")
-                else:
-                    yield _InnerOperation("all_gather", nbytes, group, "plan.sums")
-                    yield _InnerOperation("reduce_scatter", nbytes, group, "plan.sums")
+                for kind in ("all_reduce",) if cut.outside is None else ("all_gather", "reduce_scatter"):
+                    yield kind, nbytes, group, "plan.sums"

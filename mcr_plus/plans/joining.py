@@ -34,31 +34,24 @@ def first_tasks(proved: ProvedPlan) -> dict[tuple[PlanTask, int], PlanTask]:
     pairs = [set(pairwise(plan.order_of(rank))) for rank in range(plan.ranks)]
     runs = {(run.task, rank): run for run in proved.runs for rank in run.ranks}
     found: dict[tuple[PlanTask, int], PlanTask] = {}
+
+    def joins(before: PlanTask, task: PlanTask, ranks: set[int]) -> bool:
+        if not all((before, rank) in found and (task, rank) in runs for rank in ranks):
+            return False
+        kinds, back = plan.kinds(task.block), task._replace(kind="B")
+        starts = {runs[found[before, rank], rank].start for rank in ranks}
+        backs = {runs[back, rank].start for rank in ranks if "B" in kinds}
+        alike = len(starts) == 1 and len(backs) < 2 and _is_one(proved, before, task)
+        return alike and all(_follow(plan, before, task, pairs[rank]) for rank in ranks)
+
     for run in proved.runs:
         if run.task.kind != "F":
             continue
         before = run.task._replace(block=run.task.block - 1)
-        ranks = {
-            *run.ranks,
-            *(each for rank in run.ranks if (before, rank) in runs for each in runs[before, rank].ranks),
-        }
-        joins = all((before, rank) in found and (run.task, rank) in runs for rank in ranks) and _is_one(
-            proved, before, run.task
-        )
-        if joins:
-            starts = {runs[found[before, rank], rank].start for rank in ranks}
-            backs = {
-                runs[run.task._replace(kind="B"), rank].start
-                for rank in ranks
-                if "B" in plan.kinds(run.task.block)
-            }
-            joins = (
-                len(starts) == 1
-                and len(backs) < 2
-                and all(_follow(plan, before, run.task, pairs[rank]) for rank in ranks)
-            )
+        earlier = (runs[before, rank].ranks for rank in run.ranks if (before, rank) in runs)
+        as_one = joins(before, run.task, set(run.ranks).union(*earlier))
         for rank in run.ranks:
-            found[run.task, rank] = found[before, rank] if joins else run.task
+            found[run.task, rank] = found[before, rank] if as_one else run.task
     return found
 
 

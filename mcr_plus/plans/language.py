@@ -32,6 +32,8 @@ from mcr_plus.plans.codecs import CodecChoice, payload_codec
 Kind = Literal["F", "B", "W"]
 Held = Literal["whole", "optimizer", "parameters"]
 Blocks = int | slice | Sequence[int] | EllipsisType
+TensorKey = tuple[int, int, int, bool]
+"""Tensor, micro-batch, slice, and whether it is the gradient."""
 ALONG_DATA: Final = ("split", "gather", "halo")
 """Cuts of input and output; the other ones cut parameters."""
 OUTSIDE: Final = ("sum", "exchange")
@@ -45,6 +47,12 @@ class PlanTask(NamedTuple):
     micro: int
     slice: int
     kind: Kind
+
+    @property
+    def needs(self) -> TensorKey:
+        """The tensor that it needs of another task: its input, or the gradient of its output."""
+        is_back = self.kind != "F"
+        return self.block + is_back, self.micro, self.slice, is_back
 
     def __str__(self) -> str:
         return f"{self.kind}(block {self.block}, micro-batch {self.micro}, slice {self.slice})"
@@ -121,12 +129,9 @@ class ModelPlan:
             ("batch", self.micro_batches, "micro_batches"), ("sequence", self.slices, "slices")
         ):  # fmt: skip
             for block in profile.blocks:
-                if parts > 1 and (axis not in block.axes or parts > block.axes[axis].parts[0]):
-                    has = (
-                        f"has {axis}: {block.axes[axis].parts[0]}"
-                        if axis in block.axes
-                        else f"has no axis {axis!r}"
-                    )
+                most = block.axes[axis].parts[0] if axis in block.axes else 0
+                if parts > max(most, 1):
+                    has = f"has {axis}: {most}" if most else f"has no axis {axis!r}"
                     raise InvalidArgument(f"{what}: {parts}; block {block.name} ({block.kind}) {has}")
         self.slice_ends = self._slice_ends(given)
         count = len(profile.blocks)
@@ -180,11 +185,8 @@ class ModelPlan:
             hows = {block.axes[name].how for name in own}
             if len(own) > 1 and not hows <= set(OUTSIDE):
                 raise InvalidArgument(f"{block.name}: axes {own}; only axes that are sums are cut together")
-            if outside is not None and (
-                not hows <= set(OUTSIDE)
-                or outside not in block.axes
-                or block.axes[outside].how not in ALONG_DATA
-            ):
+            along_data = [name for name, axis in block.axes.items() if axis.how in ALONG_DATA]
+            if outside is not None and not (hows <= set(OUTSIDE) and outside in along_data):
                 raise InvalidArgument(
                     f"{block.name}: {own} with {outside!r} outside; expected a sum with data"
                 )
@@ -342,8 +344,7 @@ class ModelPlan:
             raise InvalidArgument(f"stages: {short(count)}; the profile has {len(blocks)} blocks")
         given = [block.forward + block.backward for block in blocks] if weights is None else weights
         ends = np.concatenate([[0.0], np.cumsum(given)])
-        best = ends.copy()
-        best[0] = 0.0
+        best = ends
         firsts: list[Ints] = []
         for stage in range(1, count):
             # Stage `stage` begins at block i: the largest of the stages before, and of blocks i to j.

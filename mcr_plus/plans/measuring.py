@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,9 @@ class AxisSizes(NamedTuple):
     seconds: float = 0.0
 
 
-class Boundary(NamedTuple):
-    """The call of a module with which a block begins, by its number, and the index of the block's input."""
-
-    call: int
-    cut: int | None
-
-
+Boundary = tuple[int, int | None]
+"""The call of a module with which a block begins, by its number, and the index of the block's input."""
 _Axes = Callable[[nn.Module], Sequence[str]]
-_NO_AXES: Final[_Axes] = lambda _: ()  # noqa: E731
 
 
 class MeasuredPass:
@@ -47,9 +41,9 @@ class MeasuredPass:
     """
 
     def __init__(self, whole: WholeModel, begins: Sequence[Boundary], axes: _Axes | None = None) -> None:
-        self._cuts = {each.call: (index, each.cut) for index, each in enumerate(begins) if index}
+        self._cuts = {call: (index, cut) for index, (call, cut) in enumerate(begins) if index}
         self._whole, self._ready, self.needs_gradient = whole, dict[int, float](), dict[int, bool]()
-        self._axes = axes or _NO_AXES
+        self._axes = axes
         count = len(begins)
         self.saved, self.saved_before, self.transient, self.through = ([0] * count for _ in range(4))
         self.by_axis = [defaultdict[str, AxisSizes](AxisSizes) for _ in begins]
@@ -107,7 +101,7 @@ class MeasuredPass:
             if cut is not None and needs_gradient:
                 tensors[cut].register_hook(lambda _: self._on_ready(index))
             self._mark_forward()
-        axes = self._axes(module) if not self._inside else ()
+        axes = self._axes(module) if self._axes and not self._inside else ()
         if axes:
             self._inside.append((module, axes, set(map(storage_key, tensors)), self._whole.now()))
         if axes and self._live:
@@ -192,24 +186,12 @@ def past_bytes(whole: WholeModel) -> dict[Any, int]:
     return found
 
 
-class _Smallest(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(2, 2, device="cpu"), nn.Linear(2, 1, device="cpu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x))
-        return y
-
-
 def turn_seconds(repeats: int = 20) -> float:
     """Return the seconds of both passes of a part in turn with others that computes almost nothing."""
-    from mcr_plus.plans.cutting import CutModule  # which asks the profile how modules are cut
+    from mcr_plus.plans.cutting import CutModule, same  # which asks the profile how modules are cut
 
-    def same(x: Tensor) -> Tensor:
-        return x
-
-    module = CutModule(_Smallest(), "hidden", 2, [(0, 1), (1, 2)], same, same)
+    smallest = nn.Sequential(nn.Linear(2, 2, device="cpu"), nn.Linear(2, 1, device="cpu"))
+    module = CutModule(smallest, "hidden", 2, [(0, 1), (1, 2)], same, same)
     x, times = torch.ones(1, 2, requires_grad=True, device="cpu"), list[float]()
     for _ in range(repeats):
         begin = perf_counter()

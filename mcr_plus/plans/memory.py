@@ -10,8 +10,8 @@ import numpy as np
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout.layout import Layout
-from mcr_plus.plans.language import ALONG_DATA, PlanTask
-from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, work_share
+from mcr_plus.plans.language import ALONG_DATA, PlanTask, TensorKey
+from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, own_parts, work_share
 from mcr_plus.plans.sums import gradient_groups
 from mcr_plus.plans.tensors import End
 
@@ -60,21 +60,19 @@ class RankMemory:
     def use(self) -> MemoryUse:
         """Run through the tasks in order."""
         fixed = self.fixed(self.blocks)
-        starts = {run.task: run.start for run in self.proved.runs if self.rank in run.ranks}
         kept: dict[PlanTask, int] = {}
-        coming: dict[tuple[int, int, int, bool], int] = {}
+        coming: dict[TensorKey, int] = {}
         now = sum(fixed)
         times, sizes, tasks = [0.0], [now], [PlanTask(0, 0, 0, "F")]
-        for item in self.proved.program(self.rank):
+        for (start, _), item in self.proved.program(self.rank):
             if isinstance(item, PlanTransfer):
                 if self.rank in item.needed.locals:
                     coming[item[:4]] = self._bytes(item.tensor, item.needed)
                     now += coming[item[:4]]
                 continue
-            is_back = item.kind != "F"
-            came = coming.pop((item.block + is_back, item.micro, item.slice, is_back), 0)
+            came = coming.pop(item.needs, 0)
             now -= came  # of an input it is in `kept`
-            most = now + self.transient(item) + came * is_back
+            most = now + self.transient(item) + came * (item.kind != "F")
             key = item._replace(kind="F")
             if item.kind == "F":
                 kept[key] = self.kept(item)
@@ -88,7 +86,7 @@ class RankMemory:
                 through = round(block.through * work_share(self.plan, self.proved.tensors, item, self.rank))
                 kept[key] += through
                 now += through
-            times += [starts[item], starts[item]]
+            times += [start, start]
             sizes += [max(most, now), now]
             tasks += [item, item]
         at = int(np.argmax(sizes))
@@ -120,9 +118,7 @@ class RankMemory:
         """
         plan, block = self.plan, self.plan.blocks[index]
         whole = float(block.parameters if what == "params" else block.saved)
-        at = np.argwhere(plan.places[index] == self.rank)
-        for axis, cut in enumerate(plan.cuts[index]):
-            own = len(np.unique(at[:, 2 + axis]))
+        for cut, own in own_parts(plan, index, self.rank):
             if what == "saved" and cut.outside:
                 continue  # the share in the input divides it
             for name in cut.axes if plan.how(index, cut) not in ALONG_DATA else ():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from mcr_plus.errors import Unsupported, short
 from mcr_plus.job.init import new_group
 from mcr_plus.layout.autograd import redistribute
 from mcr_plus.layout.layout import Layout
-from mcr_plus.plans.cutting import Move
+from mcr_plus.plans.cutting import Move, same
 from mcr_plus.plans.proof import EXCHANGES, ProvedPlan
 from mcr_plus.plans.sums import gradient_groups, peers, shared_groups
 
@@ -28,23 +27,19 @@ def moves(proved: ProvedPlan, block: int, axis: int, rank: int, comms: Comms) ->
     plan, cut = proved.plan, proved.plan.cuts[block][axis]
     ranks = peers(plan, block, axis, rank)
     if plan.how(block, cut) == "columns" or len(ranks) == 1:
-        return _same, _same
+        return same, same
     comm, tag = comms[ranks], "plan.sums"
     if cut.outside is None:
-        return (
-            partial(autograd.replicate, group=comm, tag=tag),
-            partial(autograd.all_reduce, group=comm, tag=tag),
-        )
+        enter, leave = autograd.replicate, autograd.all_reduce
+        return partial(enter, group=comm, tag=tag), partial(leave, group=comm, tag=tag)
     dim = plan.blocks[block].axes[cut.outside].dims[0]
     inputs = [
         proved.tensors.end(block, "input", micro, slice_)
         for micro in range(plan.micro_batches) for slice_ in range(plan.slices)
     ]  # fmt: skip
     lengths = {tuple(each.locals[rank][dim] for rank in ranks) for each in inputs}
-    return (
-        _AlongDim(ranks, dim, lengths, comm, tag, sums=False),
-        _AlongDim(ranks, dim, lengths, comm, tag, sums=True),
-    )
+    gather, add = (_AlongDim(ranks, dim, lengths, comm, tag, sums=sums) for sums in (False, True))
+    return gather, add
 
 
 class PlanGroups(NamedTuple):
@@ -62,38 +57,26 @@ def open_groups(proved: ProvedPlan) -> PlanGroups:
     """Open the groups of a plan, in one order on all ranks."""
     plan = proved.plan
     tasks, gradients = set[tuple[int, ...]](), set[tuple[int, ...]]()
-    shared: dict[str, list[int]] = defaultdict(list)
     for block, cuts in enumerate(plan.cuts):
         for cut in (False, True):
             gradients.update(gradient_groups(plan, block, cut=cut))
         for axis, cut_ in enumerate(cuts):
             if plan.how(block, cut_) in EXCHANGES:
-                tasks.update(
-                    peers(plan, block, axis, rank) for rank in np.unique(plan.places[block]).tolist()
-                )
-        for name in plan.blocks[block].shared:
-            shared[name].append(block)
-    for blocks in shared.values():
-        gradients.update(shared_groups(plan, blocks))
+                tasks |= {peers(plan, block, axis, rank) for rank in np.unique(plan.places[block]).tolist()}
+    for blocks in plan.profile.users.values():
+        gradients.update(shared_groups(plan, blocks) if len(blocks) > 1 else ())
     each = (tasks, {transfer.ranks for transfer in proved.transfers}, gradients)
-    return PlanGroups(
-        *({ranks: new_group(ranks) for ranks in sorted(some) if len(ranks) > 1} for some in each)
-    )
+    opened = [{ranks: new_group(ranks) for ranks in sorted(some) if len(ranks) > 1} for some in each]
+    return PlanGroups(*opened)
 
 
 class _AlongDim:
     """Gathers the parts of ranks along a dimension, or with `sums` adds up addends of all, and cuts them."""
 
     def __init__(
-        self,
-        ranks: tuple[int, ...],
-        dim: int,
-        sizes: Collection[tuple[int, ...]],
-        comm: Communicator,
-        tag: str,
-        *,
-        sums: bool,
-    ) -> None:
+        self, ranks: tuple[int, ...], dim: int, sizes: Collection[tuple[int, ...]], comm: Communicator,
+        tag: str, *, sums: bool,
+    ) -> None:  # fmt: skip
         self.ranks, self.dim, self.sizes, self.sums = ranks, dim, sizes, sums
         self._redistribute = partial(redistribute, replicas="sum", group=comm, tag=tag)
         self._known: dict[tuple[int, ...], tuple[Layout, Layout]] = {}
@@ -109,7 +92,3 @@ class _AlongDim:
             all_ = Layout.mesh(whole, self.ranks, ["P" if self.sums else "R"])
             self._known[shape] = (all_, parts) if self.sums else (parts, all_)
         return self._redistribute(x, *self._known[shape])
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

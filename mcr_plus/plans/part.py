@@ -184,9 +184,8 @@ class ModelPart:
         if index == self._range.start and self._prefix is not None and not self._has_begun:
             self._has_begun, prefix = True, self._prefix
             if prefix.input is not None and getattr(module, "inplace", False):
-                prefix.input = (
-                    prefix.input.clone()
-                )  # autograd refuses to change a leaf; it may be needed again
+                # Autograd refuses to change a leaf; it may be needed again.
+                prefix.input = prefix.input.clone()
             given = prefix.begin(args, kwargs)
             if not self._is_used_later.get(self._range, True):
                 self._leave_prefix()
@@ -214,8 +213,7 @@ def drop_parameters(model: nn.Module, kept: Collection[str]) -> None:
     """Move the parameters of a model but for some to the meta device, where they take no memory."""
     for name, param in list(model.named_parameters()):
         if name not in kept:
-            on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+            twin = nn.Parameter(param.detach().to("meta"), requires_grad=False)
             for module in model.modules():
-                for key, own in module._parameters.items():
-                    if own is param:
-                        module._parameters[key] = on_meta
+                own = [key for key, each in module._parameters.items() if each is param]
+                module._parameters.update(dict.fromkeys(own, twin))

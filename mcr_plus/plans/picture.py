@@ -47,10 +47,10 @@ def plan_page(proved: ProvedPlan, step: float | None = None) -> str:
         f"micro-batch: <b class='F'>F</b> forward, <b class='B'>B</b> backward, <b class='W'>W</b> gradients "
         f"of parameters. {len(proved.transfers)} transfers between tasks.</p>",
         _settings(proved.plan),
-        _tasks(proved, ranks),
+        _svg(_ROW * len(ranks), _tasks(proved, ranks)),
         f"<h2>Memory over time</h2><p>At the same times; a row is {about(max(use.peak for use in uses))} "
         f"high.</p>",
-        _memory(proved, uses),
+        _svg(_ROW * len(ranks), _memory(proved, uses)),
         "<table><tr><th>rank</th><th>blocks</th><th>most memory</th><th>in</th></tr>" + rows + "</table>",
     ]
     head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
@@ -89,46 +89,38 @@ def _svg(height: float, inside: Iterator[str]) -> str:
     return f"<svg viewBox='-60 0 {_WIDTH + 60:g} {height:g}' role='img'>{''.join(inside)}</svg>"
 
 
-def _tasks(proved: ProvedPlan, ranks: range) -> str:
+def _tasks(proved: ProvedPlan, ranks: range) -> Iterator[str]:
     scale = _WIDTH / proved.ideal
-
-    def shapes() -> Iterator[str]:
-        for rank in ranks:
-            y = _ROW * rank
-            yield f"<text x='-58' y='{y + 18:g}'>rank {rank}</text>"
-            for run in proved.runs:
-                if rank not in run.ranks:
-                    continue
-                x, width = scale * run.start, scale * (run.end - run.start)
-                name = html.escape(proved.plan.blocks[run.task.block].name)
-                title = f"{run.task}: {name}, {1e3 * (run.end - run.start):.3g} ms"
-                shade = 1 - 0.5 * (run.task.micro % 4) / 4
-                yield (
-                    f"<rect class='{run.task.kind}' x='{x:.2f}' y='{y:g}' width='{width:.2f}' "
-                    f"height='{_ROW - 4:g}' fill-opacity='{shade:g}'><title>{title}</title></rect>"
-                )
-                if width > 12:
-                    yield f"<text x='{x + 2:.2f}' y='{y + 18:g}'>{run.task.micro}</text>"
-
-    return _svg(_ROW * len(ranks), shapes())
+    for rank in ranks:
+        y = _ROW * rank
+        yield f"<text x='-58' y='{y + 18:g}'>rank {rank}</text>"
+        for run in proved.runs:
+            if rank not in run.ranks:
+                continue
+            x, width = scale * run.start, scale * (run.end - run.start)
+            name = html.escape(proved.plan.blocks[run.task.block].name)
+            title = f"{run.task}: {name}, {1e3 * (run.end - run.start):.3g} ms"
+            shade = 1 - 0.5 * (run.task.micro % 4) / 4
+            yield (
+                f"<rect class='{run.task.kind}' x='{x:.2f}' y='{y:g}' width='{width:.2f}' "
+                f"height='{_ROW - 4:g}' fill-opacity='{shade:g}'><title>{title}</title></rect>"
+            )
+            if width > 12:
+                yield f"<text x='{x + 2:.2f}' y='{y + 18:g}'>{run.task.micro}</text>"
 
 
-def _memory(proved: ProvedPlan, uses: list[MemoryUse]) -> str:
+def _memory(proved: ProvedPlan, uses: list[MemoryUse]) -> Iterator[str]:
     scale, most = _WIDTH / proved.ideal, max(use.peak for use in uses)
-
-    def shapes() -> Iterator[str]:
-        for rank, use in enumerate(uses):
-            base = _ROW * (rank + 1) - 4
-            points = [f"0,{base:g}"]
-            before = use.bytes[0]
-            for time, nbytes in zip(use.times, use.bytes, strict=True):
-                levels = (base - (_ROW - 6) * level / most for level in (before, nbytes))
-                points += [f"{scale * time:.2f},{level:.2f}" for level in levels]
-                before = nbytes
-            last = base - (_ROW - 6) * before / most
-            points += [f"{_WIDTH:g},{last:.2f}", f"{_WIDTH:g},{base:g}"]
-            yield f"<text x='-58' y='{base - 8:g}'>rank {rank}</text>"
-            title = f"rank {rank}: at most {about(use.peak)}"
-            yield f"<polygon class='m' points='{' '.join(points)}'><title>{title}</title></polygon>"
-
-    return _svg(_ROW * len(uses), shapes())
+    for rank, use in enumerate(uses):
+        base = _ROW * (rank + 1) - 4
+        points = [f"0,{base:g}"]
+        before = use.bytes[0]
+        for time, nbytes in zip(use.times, use.bytes, strict=True):
+            levels = (base - (_ROW - 6) * level / most for level in (before, nbytes))
+            points += [f"{scale * time:.2f},{level:.2f}" for level in levels]
+            before = nbytes
+        last = base - (_ROW - 6) * before / most
+        points += [f"{_WIDTH:g},{last:.2f}", f"{_WIDTH:g},{base:g}"]
+        yield f"<text x='-58' y='{base - 8:g}'>rank {rank}</text>"
+        title = f"rank {rank}: at most {about(use.peak)}"
+        yield f"<polygon class='m' points='{' '.join(points)}'><title>{title}</title></polygon>"

@@ -25,12 +25,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.core.kinds import dtype_name
-from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, Unsupported, expect, short
 from mcr_plus.plans.blocks import VERSION, Axis, ModelBlock, Profile
+from mcr_plus.plans.language import positive
 from mcr_plus.plans.measuring import (
     AxisSizes,
-    Boundary,
     MeasuredPass,
     add_seconds,
     past_bytes,
@@ -298,14 +297,13 @@ def _axes(
     calls = [call for call in segment.members if not call.inputs or call.inputs[call.cut or 0].shape]
     each = [_cuts(call) for call in calls]
     shape, features = segment.input.shape, int(segment.input.dtype.is_floating_point)
-    dims_of: dict[str, tuple[int, ...]] = {
-        "batch": (0,),
-        "sequence": (1,) if len(shape) == 2 + features else (),
-    }
-    dims_of["space"] = tuple(range(2, len(shape))) if len(shape) > 3 else ()
+    dims_of = {
+        "batch": range(1), "sequence": range(1, 2 if len(shape) == 2 + features else 1),
+        "space": range(2, len(shape) if len(shape) > 3 else 2),
+    }  # fmt: skip
     axes = {}
     for axis, cut in (each[0] if len(each) == 1 else _together(each)).items():
-        dims = dims_of.get(axis, ())
+        dims = tuple(dims_of.get(axis, ()))
         if axis in _LONG and (not dims or (output.shape and len(output.shape) <= max(dims))):
             continue  # an output without dimensions is a loss
         try:
@@ -367,8 +365,7 @@ def profile(
         expect("optimizer", optimizer, torch.optim.Optimizer)
     if loss is not None:
         expect("loss", loss, Callable)  # type: ignore[arg-type]
-    if (count := whole_number(repeats)) is None or count < 1:
-        raise InvalidArgument(f"repeats: {repeats!r}; expected a number from 1")
+    count = positive(repeats, "repeats")
     if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules()):
         raise Unsupported("model: it is compiled; expected the model before torch.compile")
     whole = WholeModel(model, loss)
@@ -378,7 +375,7 @@ def profile(
         segments = flow.segments()
         names = {param: name.removeprefix("model.") for name, param in whole.named_parameters()}
         users = _users(flow, segments, names)
-        begins = [Boundary(segment.members[0].number, segment.members[0].cut) for segment in segments]
+        begins = [(segment.members[0].number, segment.members[0].cut) for segment in segments]
         first = MeasuredPass(whole, begins, _divided)
         passes = [MeasuredPass(whole, begins) for _ in range(count)]
         past = past_bytes(whole)

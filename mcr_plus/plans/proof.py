@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise, product
 from typing import Any, Final, NamedTuple
 
@@ -21,14 +22,15 @@ from mcr_plus.errors import InvalidArgument, expect
 from mcr_plus.layout import proof as layout_proof
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import exchanges
-from mcr_plus.layout.regions import as_ints, contains
+from mcr_plus.layout.regions import Boxes, as_ints, contains, grids, meet
 from mcr_plus.plans.joining import first_tasks
-from mcr_plus.plans.language import ALONG_DATA, BlockCut, ModelPlan, PlanTask
+from mcr_plus.plans.language import ALONG_DATA, BlockCut, Kind, ModelPlan, PlanTask, TensorKey
 from mcr_plus.plans.sums import shared_groups
 from mcr_plus.plans.tensors import Ends, PlanTensors
 
 EXCHANGES: Final = ("sum", "exchange", "gather", "halo")
 """Cuts with which the parts of a task exchange data within it."""
+_BEFORE: Final[dict[Kind, tuple[Kind, ...]]] = {"F": (), "B": ("F",), "W": ("B",)}
 _LEAST: Final = 1e-9  # seconds of a task, so that it ends after it begins
 _HALF: Final = 0.55  # of a backward pass, for its inputs or its weights alone: a tenth more for both
 
@@ -89,18 +91,14 @@ class ProvedPlan:
         """The task with which each forward pass runs as one; see `joining`."""
         return first_tasks(self)
 
-    def program(self, rank: int) -> list[PlanTask | PlanTransfer]:
-        """Return the tasks and transfers of a rank in the order of all ranks."""
-        return [item for _, item in self._items(rank)]
-
-    def _items(self, rank: int) -> list[tuple[tuple[float, int, int], PlanTask | PlanTransfer]]:
-        found: list[tuple[tuple[float, int, int], PlanTask | PlanTransfer]] = [
-            ((run.start, 1, number), run.task) for number, run in enumerate(self.runs) if rank in run.ranks
-        ]
-        for number, each in enumerate(self.transfers):
-            if rank in each.made.locals or rank in each.needed.locals:
-                found.append(((each.time, 0, number), each))
-        return sorted(found, key=lambda pair: pair[0])
+    def program(self, rank: int) -> list[tuple[tuple[float, int], PlanTask | PlanTransfer]]:
+        """Return the tasks and transfers of a rank in the order of all ranks, by (time, 1 for a task)."""
+        found: list[tuple[tuple[float, int], PlanTask | PlanTransfer]] = [
+            ((each.time, 0), each) for each in self.transfers
+            if rank in each.made.locals or rank in each.needed.locals
+        ]  # fmt: skip
+        found += [((run.start, 1), run.task) for run in self.runs if rank in run.ranks]
+        return sorted(found, key=lambda pair: pair[0])  # stable: equal ones stay in the order of all ranks
 
 
 def prove(plan: ModelPlan) -> ProvedPlan:
@@ -131,7 +129,6 @@ def check_tasks(plan: ModelPlan) -> None:
             where = f", part {tuple(part)}" if part else ""
             raise InvalidArgument(f"{PlanTask(block, micro, slice_, 'F')}{where} {what}")
         _check_parts(plan, block)
-    check_random(plan)
     _check_shared(plan)
     for rank in range(plan.ranks):
         own, order = plan.tasks_of(rank), plan.order_of(rank)
@@ -172,6 +169,9 @@ def _check_parts(plan: ModelPlan, block: int) -> None:
 
     refuse(own & (counts[0] != (highs - lows).prod(axis=0)), "its parts are no neighbours, which form a box")
     copies = [axis for axis, cut in enumerate(cuts) if not cut.axes]
+    if copies and plan.blocks[block].random:
+        name = plan.blocks[block].name
+        raise InvalidArgument(f"{name}: it draws random numbers, which its replicas would not draw alike")
     refuse(own & (highs - lows > 1)[copies].any(axis=0), "it has two replicas")
     if plan.held[block] == "parameters":
         refuse(~own & own.any(axis=0), "it has no part, but its shard of the parameters is needed")
@@ -193,22 +193,9 @@ def _check_parts(plan: ModelPlan, block: int) -> None:
         refuse(own & (np.arange(plan.ranks) == one), text)
 
 
-def check_random(plan: ModelPlan) -> None:
-    """Raise `InvalidArgument` if a block that draws random numbers has replicas."""
-    for block, cuts in zip(plan.blocks, plan.cuts, strict=True):
-        if block.random and any(not cut.axes for cut in cuts):
-            raise InvalidArgument(
-                f"{block.name}: it draws random numbers, which its replicas would not draw alike"
-            )
-
-
 def _check_shared(plan: ModelPlan) -> None:
-    users: dict[str, list[int]] = defaultdict(list)
-    for block, one in enumerate(plan.blocks):
-        for name in one.shared:
-            users[name].append(block)
-    for name, blocks in users.items():
-        for ranks in shared_groups(plan, blocks):
+    for name, blocks in plan.profile.users.items():
+        for ranks in shared_groups(plan, blocks) if len(blocks) > 1 else ():
             for block in blocks if plan.held[blocks[0]] == "parameters" else []:
                 if absent := set(ranks).difference(plan.places[block].ravel().tolist()):
                     raise InvalidArgument(
@@ -221,35 +208,30 @@ def _check_shared(plan: ModelPlan) -> None:
 
 
 def _check_tensors(plan: ModelPlan, tensors: PlanTensors) -> None:
-    proved: set[tuple[int, int]] = set()
+    proved: set[Ends] = set()
     for tensor, micro, slice_, gradient in _all_tensors(plan):
         ends = (tensors.gradients if gradient else tensors.values)(tensor, micro, slice_)
-        key = (id(ends.made), id(ends.needed))
-        if key in proved:
+        if ends in proved:
             continue
-        proved.add(key)
-        block, kind = (tensor - 1, "B") if gradient else (tensor, "F")
-        task = f"{kind}(block {block}, micro-batch {micro}, slice {slice_})"
+        proved.add(ends)
+        task = PlanTask(tensor - gradient, micro, slice_, "B" if gradient else "F")
         for rank in ends.needed.ranks:
             if missing := _missing(ends.made, ends.needed, rank):
                 what = "gradient of output" if gradient else "input"
                 raise InvalidArgument(f"{task} on rank {rank}: {missing} of its {what} is made by no task")
         if wrong := _unproved(ends.made, ends.needed):
             raise InvalidArgument(f"{task}: {wrong}")
-    last = len(plan.blocks) - 1
-    for micro in range(plan.micro_batches):
-        for slice_ in range(plan.slices):
-            for block in (0, last):  # their outer ends are tensors of no other block
-                tensors.end(block, "input", micro, slice_)
+    ends_of = (0, len(plan.blocks) - 1)  # their outer ends are tensors of no other block
+    for block, micro, slice_ in product(ends_of, range(plan.micro_batches), range(plan.slices)):
+        tensors.end(block, "input", micro, slice_)
 
 
-def _all_tensors(plan: ModelPlan) -> Iterator[tuple[int, int, int, bool]]:
-    for tensor in range(1, len(plan.blocks)):
-        for micro in range(plan.micro_batches):
-            for slice_ in range(plan.slices):
-                yield tensor, micro, slice_, False
-                if not plan.blocks[tensor - 1].detached:
-                    yield tensor, micro, slice_, True
+def _all_tensors(plan: ModelPlan) -> Iterator[TensorKey]:
+    counts = range(1, len(plan.blocks)), range(plan.micro_batches), range(plan.slices)
+    for tensor, micro, slice_ in product(*counts):
+        yield tensor, micro, slice_, False
+        if not plan.blocks[tensor - 1].detached:
+            yield tensor, micro, slice_, True
 
 
 def _missing(made: Layout, needed: Layout, rank: int) -> str | None:
@@ -257,36 +239,19 @@ def _missing(made: Layout, needed: Layout, rank: int) -> str | None:
     for piece in needed.pieces(rank).tolist():
         low, high = needed.held.lows[piece], needed.held.highs[piece]
         for addend in range(made.addend_count):
-            own = made.addends == addend
-            lows, highs = np.maximum(made.held.lows[own], low), np.minimum(made.held.highs[own], high)
-            distinct = np.unique(np.stack([lows, highs])[:, (lows < highs).all(axis=1)], axis=1)
-            if not _covered(distinct, low, high):
+            _, (lows, highs) = meet(low, high, made.held.take(made.addends == addend))
+            if not all(count.all() for _, count in grids(Boxes(lows - low, highs - low), tuple(high - low))):
                 return f"box {list(zip(low.tolist(), high.tolist(), strict=True))}"
     return None
-
-
-def _covered(boxes: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
-    """Return whether boxes [2, n, dims] cover a box; they may overlap."""
-    edges = [np.unique(np.concatenate([boxes[0, :, d], boxes[1, :, d], low[d : d + 1], high[d : d + 1]]))
-             for d in range(len(low))]  # fmt: skip
-    grid = np.zeros([len(edge) - 1 for edge in edges], bool)
-    for one_low, one_high in zip(*boxes, strict=True):
-        at = [slice(*np.searchsorted(edge, [one_low[d], one_high[d]])) for d, edge in enumerate(edges)]
-        grid[tuple(at)] = True
-    return bool(grid.all())
 
 
 def _unproved(made: Layout, needed: Layout) -> str | None:
     """Return the error in the direct exchange between two layouts; None if it is proved."""
     ranks = as_ints(sorted({*made.ranks, *needed.ranks}))
     direct = exchanges(made, needed, 4)[0].steps[0]
-    parts = {rank: direct.part(rank) for rank in ranks.tolist()}
-    for part in parts.values():
-        if wrong := layout_proof.check(part, made, needed):
-            return wrong
-    sends = np.stack([layout_proof.digests(part.sends, ranks) for part in parts.values()])
-    receives = np.stack([layout_proof.digests(part.receives, ranks) for part in parts.values()])
-    return None if np.array_equal(sends, receives.T) else "sender and receiver would pack different boxes"
+    parts = [direct.part(rank) for rank in ranks.tolist()]
+    wrong = (layout_proof.check(part, made, needed) for part in parts)
+    return next(filter(None, wrong), None) or layout_proof.unlike(parts, ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -332,11 +297,7 @@ class _Order:
     def _inputs(self, task: PlanTask, ranks: tuple[int, ...]) -> Iterator[int]:
         """Yield the runs that make what a run needs."""
         block, micro, slice_, kind = task
-        near: list[PlanTask] = []
-        if kind == "W":
-            near.append(task._replace(kind="B"))
-        elif kind == "B":
-            near.append(task._replace(kind="F"))
+        near = [task._replace(kind=before) for before in _BEFORE[kind]]
         sequence = self.plan.blocks[block].axes.get("sequence")
         if sequence is not None and sequence.how == "gather" and kind != "W":
             other = slice_ + (1 if kind == "B" else -1)
@@ -360,42 +321,25 @@ class _Order:
 
     def sorted(self) -> tuple[TaskRun, ...]:
         """Return the runs by their starts without communication. Raises `InvalidArgument` for a circle."""
-        left = [len(each) for each in self.befores]
-        afters: list[list[int]] = [[] for _ in self.runs]
+        graph = TopologicalSorter[int](dict.fromkeys(range(len(self.runs)), ()))
         for number, befores in enumerate(self.befores):
-            for before in befores:
-                afters[before].append(number)
-        ready = [number for number, count in enumerate(left) if not count]
-        ends = np.zeros(len(self.runs))
-        starts, found = np.zeros(len(self.runs)), []
-        for number in ready:  # grows
-            task, ranks = self.runs[number]
-            starts[number] = max((ends[before] for before in self.befores[number]), default=0.0)
-            seconds = max(seconds_of(self.plan, self.tensors, task, rank) for rank in ranks)
-            ends[number] = starts[number] + max(seconds, _LEAST)
-            found.append(number)
-            for after in afters[number]:
-                left[after] -= 1
-                if not left[after]:
-                    ready.append(after)
-        if len(found) < len(self.runs):
-            raise InvalidArgument(self._circle(next(n for n, count in enumerate(left) if count), left))
-        found.sort(key=lambda number: starts[number])  # stable: equal ones stay in the order of the graph
-        made = ((*self.runs[number], float(starts[number]), float(ends[number])) for number in found)
-        return tuple(TaskRun(task, ranks, start, end) for task, ranks, start, end in made)
-
-    def _circle(self, number: int, left: list[int]) -> str:
-        """Describe tasks that wait for each other."""
-        path = [number]
-        while True:
-            before = next(each for each in self.befores[path[-1]] if left[each])
-            if before in path:
-                circle = path[path.index(before) :]
-                break
-            path.append(before)
-        names = [f"{self.runs[n][0]} on rank {self.runs[n][1][0]}" for n in circle[:4]]
-        more = ", …" if len(circle) > 4 else ""
-        return f"order: tasks wait for each other: {' for '.join(names)}{more}"
+            graph.add(number, *befores)
+        found: list[TaskRun] = []
+        ends = [0.0] * len(self.runs)
+        try:
+            for number in graph.static_order():
+                task, ranks = self.runs[number]
+                start = max((ends[before] for before in self.befores[number]), default=0.0)
+                seconds = max(seconds_of(self.plan, self.tensors, task, rank) for rank in ranks)
+                ends[number] = start + max(seconds, _LEAST)
+                found.append(TaskRun(task, ranks, start, ends[number]))
+        except CycleError as error:  # each is before the next one, and the last is the first
+            circle = [self.runs[number] for number in error.args[1][:0:-1]]
+            names = [f"{task} on rank {ranks[0]}" for task, ranks in circle[:4]]
+            more = ", …" if len(circle) > 4 else ""
+            text = f"order: tasks wait for each other: {' for '.join(names)}{more}"
+            raise InvalidArgument(text) from None
+        return tuple(sorted(found, key=lambda run: run.start))  # stable: equal ones stay in this order
 
 
 def _together(plan: ModelPlan, block: int, micro: int, slice_: int) -> list[tuple[int, ...]]:
@@ -424,9 +368,7 @@ def _transfers(plan: ModelPlan, tensors: PlanTensors, runs: Sequence[TaskRun]) -
     for tensor, micro, slice_, gradient in _all_tensors(plan):
         both = (tensors.gradients if gradient else tensors.values)(tensor, micro, slice_)
         if not is_local(both):
-            maker = (
-                PlanTask(tensor, micro, slice_, "B") if gradient else PlanTask(tensor - 1, micro, slice_, "F")
-            )
+            maker = PlanTask(tensor - 1 + gradient, micro, slice_, "B" if gradient else "F")
             yield PlanTransfer(tensor, micro, slice_, gradient, *both, ends[maker])
 
 
@@ -451,13 +393,13 @@ def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = T
     `outside`: count also cuts that divide input and output.
     """
     share = 1.0
-    for cut, own in _own_parts(plan, block, rank):
+    for cut, own in own_parts(plan, block, rank):
         if plan.how(block, cut) not in (*ALONG_DATA, "replicas") and (outside or cut.outside is None):
             share *= own / cut.parts
     return share
 
 
-def _own_parts(plan: ModelPlan, block: int, rank: int) -> list[tuple[BlockCut, int]]:
+def own_parts(plan: ModelPlan, block: int, rank: int) -> list[tuple[BlockCut, int]]:
     """Return the cuts of a block, and the number of parts along each that a rank has."""
     if not plan.cuts[block]:
         return []
@@ -473,7 +415,7 @@ def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     """
     block, share = plan.blocks[task.block], tensors.share(task.block, task.micro, task.slice, rank)
     params, turns = float(block.parameters), 0
-    for cut, own in _own_parts(plan, task.block, rank):
+    for cut, own in own_parts(plan, task.block, rank):
         how, part = plan.how(task.block, cut), own / cut.parts
         if how in (*ALONG_DATA, "replicas"):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
@@ -24,7 +24,7 @@ from mcr_plus.plans import checkpoint, sums
 from mcr_plus.plans.codecs import check_codecs, is_fed_back
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.joining import joined_blocks
-from mcr_plus.plans.language import ALONG_DATA, ModelPlan
+from mcr_plus.plans.language import ALONG_DATA, ModelPlan, TensorKey
 from mcr_plus.plans.moves import moves, open_groups
 from mcr_plus.plans.part import ModelPart, drop_parameters
 from mcr_plus.plans.plan_file import plan_text
@@ -33,9 +33,6 @@ from mcr_plus.plans.slices import PastSlices, SlicePass
 from mcr_plus.plans.space import cut_space
 from mcr_plus.plans.sums import GradientBucket, OwnParameter, complete, gradient_groups, peers, shared_groups
 from mcr_plus.plans.whole import tensors_in
-
-Key = tuple[int, int, int, bool]
-"""Tensor, micro-batch, slice, and whether it is the gradient."""
 
 
 class BlockGraph:
@@ -150,24 +147,16 @@ class ParallelModel:
         kept = new | {name: self._now(name) for name in old if name in unused}
         self._parameters = {name: param for name, param in kept.items() if not param.is_meta}
         self.part = ModelPart(model, loss, self.plan.profile)
-        groups = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        self.group_names = [
-            [own[id(param)] for param in group["params"] if id(param) in own]
-            for group in optimizer.param_groups
-        ]
+        given = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        groups = {param: number for number, params in enumerate(given) for param in params}
+        self.group_names = [[own[param] for param in params if param in own] for params in given]
         self.optimizer = optimizer
         self.copies: dict[int, int] | None = None
         self.buckets = sums.make_buckets(self._own(old, new, groups), self._groups.gradients)
-        self._optimize(optimizer, old, new, groups)
-        self._of_block: dict[int, list[GradientBucket]] = defaultdict(list)
-        for bucket in self.buckets:
-            for block in self._blocks if bucket.held == "parameters" else []:
-                of_block = {id(new[name]) for name in self.plan.blocks[block].names}
-                if of_block & set(map(id, bucket.params)):
-                    self._of_block[block].append(bucket)
+        self._optimize(optimizer)
         self._program = list(self._compiled())
-        self._made: dict[Key, Tensor] = {}
-        self._moving: dict[Key, Any] = {}
+        self._made: dict[TensorKey, Tensor] = {}
+        self._moving: dict[TensorKey, Any] = {}
         self._sent: deque[tuple[Any, Tensor | None]] = deque()
 
     # -- set-up ---------------------------------------------------------------------------------------------
@@ -236,11 +225,7 @@ class ParallelModel:
     def _own(
         self, old: dict[str, nn.Parameter], new: dict[str, nn.Parameter], groups: dict[int, int]
     ) -> list[OwnParameter]:
-        times, found = complete(self.proved), []
-        users: dict[str, list[int]] = defaultdict(list)
-        for block, one in enumerate(self.plan.blocks):
-            for name in one.names:
-                users[name].append(block)
+        times, users, found = complete(self.proved), self.plan.profile.users, []
         for name, param in new.items():
             if not param.requires_grad or param.is_meta or id(old[name]) not in groups:
                 continue
@@ -258,17 +243,12 @@ class ParallelModel:
             found.append(OwnParameter(param, ranks, time, self.plan.held[blocks[0]], groups[id(old[name])]))
         return sorted(found, key=lambda each: each.time)
 
-    def _optimize(
-        self, optimizer: torch.optim.Optimizer, old: dict[str, nn.Parameter], new: dict[str, nn.Parameter],
-        groups: dict[int, int],
-    ) -> None:  # fmt: skip
+    def _optimize(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer this rank's parameters in place of the model's."""
         for group in optimizer.param_groups:
             group["params"] = []
-        number = {id(new[name]): groups.get(id(param)) for name, param in old.items() if name in new}
         for bucket in self.buckets:
-            group = optimizer.param_groups[number[id(bucket.params[0])] or 0]
-            group["params"] += bucket.optimized
+            optimizer.param_groups[bucket.group]["params"] += bucket.optimized
         sharded = [bucket for bucket in self.buckets if bucket.held == "optimizer"]
         if sharded:
             optimizer.register_step_post_hook(partial(_gather, sharded))
@@ -279,14 +259,11 @@ class ParallelModel:
         """Return the rank's program as bound calls."""
         joined = joined_blocks(self.proved, self.rank)
         graphs: dict[tuple[int, int, int], BlockGraph] = {}
-        keyed: list[tuple[tuple[float, ...], Callable[[], None]]] = []
-        starts = {run.task: run.start for run in self.proved.runs if self.rank in run.ranks}
-        for item in self.proved.program(self.rank):
+        keyed: list[tuple[tuple[float, int], Callable[[], None]]] = []
+        for at, item in self.proved.program(self.rank):
             if isinstance(item, PlanTransfer):
-                at = item.time
-                keyed.append(((at, 0), partial(self._move, item, self._redistribution(item))))
+                keyed.append((at, partial(self._move, item, self._redistribution(item))))
                 continue
-            at = starts[item]
             first, last = joined[item]
             if item.block != (first if item.kind == "F" else last):
                 continue  # it runs with another block
@@ -294,7 +271,7 @@ class ParallelModel:
             if item.kind == "F":
                 graphs[key] = self._bound(BlockGraph(range(first, last + 1), item.micro, item.slice))
             run = {"F": self._forward, "B": self._backward, "W": self._weights}[item.kind]
-            keyed.append(((at, 1), partial(run, graphs[key])))
+            keyed.append((at, partial(_with_parameters, run, graphs[key])))
         keyed += [((bucket.time, 0), bucket.start) for bucket in self.buckets]
         keyed.sort(key=lambda pair: pair[0])
         return [call for _, call in keyed]
@@ -307,12 +284,14 @@ class ParallelModel:
         box = self._tensors.box(first, "input", *at)[1:]
         graph.inside = (slice(low // unit, high // unit), *starmap(slice, box))
         graph.share = self._tensors.share(graph.blocks[-1], *at)
-        graph.buckets = [bucket for block in graph.blocks for bucket in self._of_block[block]]
         names = dict.fromkeys(
             name for block in graph.blocks for name in sorted(self.plan.blocks[block].names)
         )
         own = [self._parameters[name] for name in names if name in self._parameters]
         graph.trained = [param for param in own if param.requires_grad]
+        trained = set(map(id, graph.trained))
+        sharded = [bucket for bucket in self.buckets if bucket.held == "parameters"]
+        graph.buckets = [each for each in sharded if not trained.isdisjoint(map(id, each.params))]
         return graph
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -364,8 +343,7 @@ class ParallelModel:
         firsts = gradient_groups(self.plan, last, cut=False)[0]  # one of its replicas
         if self._loss is not None and self.rank in firsts:
             loss += self._loss.cpu()
-        if get_world_size() > 1:
-            world().all_reduce(loss, tag="plan.loss", compress=False)
+        world().all_reduce(loss, tag="plan.loss", compress=False)
         return loss
 
     def _rows(self, graph: BlockGraph) -> Any:
@@ -390,7 +368,6 @@ class ParallelModel:
 
     def _forward(self, graph: BlockGraph) -> None:
         first, last = graph.blocks[0], graph.blocks[-1]
-        buckets = self._gathered(graph)
         alone = self.plan.blocks[last].detached
         if first:
             x = self._take((first, graph.micro, graph.slice, False))
@@ -411,12 +388,9 @@ class ParallelModel:
             self._made[last + 1, graph.micro, graph.slice, False] = y.detach()
         graph.y = None if again else y
         graph.x = None if alone else graph.x
-        for bucket in buckets:
-            bucket.drop()
 
     def _backward(self, graph: BlockGraph) -> None:
         last = graph.blocks[-1]
-        buckets = self._gathered(graph)
         if graph.y is None:
             graph.y = self._run(graph)
         if last == len(self.plan.blocks) - 1:
@@ -434,8 +408,6 @@ class ParallelModel:
             self._made[graph.blocks[0], graph.micro, graph.slice, True] = graph.x.grad
         if not self.plan.split[last]:
             graph.x = graph.y = graph.dy = None
-        for bucket in buckets:
-            bucket.drop()
 
     def _input_alone(self, graph: BlockGraph) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
@@ -452,21 +424,13 @@ class ParallelModel:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
         assert graph.y is not None
-        buckets = self._gathered(graph)
         if graph.x is None or not graph.x.requires_grad:
             if graph.y.requires_grad:
                 torch.autograd.backward(graph.y, graph.dy)
         else:
             stage_backward_weight(iter(graph.trained), graph.groups)
-        for bucket in buckets:
-            bucket.drop()
         graph.x = graph.y = graph.dy = None
         graph.groups = []
-
-    def _gathered(self, graph: BlockGraph) -> list[GradientBucket]:
-        for bucket in graph.buckets:
-            bucket.gather()
-        return graph.buckets
 
     def _redistribution(self, transfer: PlanTransfer) -> Callable[[Tensor | None], Any]:
         codec, tag = self.plan.codecs.get(transfer.tensor), transfer.tag
@@ -490,7 +454,7 @@ class ParallelModel:
         else:
             self._sent.append((work, x))
 
-    def _take(self, key: Key) -> Tensor:
+    def _take(self, key: TensorKey) -> Tensor:
         """Return what a task of this rank needs of a tensor."""
         tensor, micro, slice_, gradient = key
         if key in self._moving:
@@ -508,3 +472,11 @@ class ParallelModel:
 def _gather(buckets: Sequence[GradientBucket], *_: Any) -> None:
     for bucket in buckets:
         bucket.gather()
+
+
+def _with_parameters(run: Callable[[BlockGraph], None], graph: BlockGraph) -> None:
+    """Run a pass of a graph with whole parameters, where they are in shards."""
+    _gather(graph.buckets)
+    run(graph)
+    for bucket in graph.buckets:
+        bucket.drop()

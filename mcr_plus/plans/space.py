@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import Unsupported
 from mcr_plus.layout.autograd import with_halo
-from mcr_plus.layout.halo import Halo, lifted, one_per_dim
+from mcr_plus.layout.halo import one_per_dim
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.stencil import Window, part_of
+from mcr_plus.layout.stencil import Window
 from mcr_plus.parallel.spatial import SlabConvolution, read_strip, window_of
 from mcr_plus.plans.part import run_whole_before
 from mcr_plus.plans.proof import ProvedPlan
@@ -75,10 +75,13 @@ class _SlabModule:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's slab of the output for its slab of the input."""
-        front = (x.shape[0], x.shape[1])
+        front, module = (x.shape[0], x.shape[1]), self.module
         if front not in self._known:
-            self._known[front] = self._bound(front)
-        how, module = self._known[front], self.module
+            self._known[front] = SlabConvolution.bound(
+                self.window, getattr(module, "groups", 1), (self.source, self.output), front, self.comm,
+                {"tag": "plan.halo"},
+            )  # fmt: skip
+        how = self._known[front]
         if isinstance(module, _CONVOLUTIONS):
             return how(x, module.weight, module.bias)
         part = how.part
@@ -88,12 +91,3 @@ class _SlabModule:
             x, base = with_halo(x, how.halo, self.comm, "plan.halo"), part.needed
         x, _ = read_strip(x, base, part.whole.reads, self.source.shape, False)
         return cast("Tensor", type(module).forward(module, x))
-
-    def _bound(self, front: tuple[int, ...]) -> SlabConvolution:
-        rank = self.comm.ranks[self.comm.rank]
-        target = self.window.target(self.source, self.output)
-        return SlabConvolution(
-            self.window, getattr(self.module, "groups", 1), self.source.shape, self.output.locals[rank],
-            part_of(self.window, self.source, self.output, rank),
-            Halo(lifted(self.source, front), lifted(target, front)), self.comm, {"tag": "plan.halo"}, True,
-        )  # fmt: skip

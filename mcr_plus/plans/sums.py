@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, Unsupported, short
-from mcr_plus.job.init import get_world_size, world
+from mcr_plus.job.init import world
 from mcr_plus.layout.regions import as_ints
-from mcr_plus.plans.checkpoint import boxes_of, everyone
+from mcr_plus.plans.checkpoint import boxes_of
 from mcr_plus.plans.language import ALONG_DATA, Held, ModelPlan
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class OwnParameter(NamedTuple):
         return self.param.numel() * self.param.element_size()
 
 
-def in_buckets(members: Iterable[_Gradient], size: int = BUCKET) -> Iterator[list[_Gradient]]:
+def in_buckets(members: Iterable[_Gradient]) -> Iterator[list[_Gradient]]:
     """Yield gradients in buckets, in the order of time; a bucket ends with the gradients of one time.
 
     Members have a `time`, `nbytes`, and `held`; those with parameters in shards are gathered time by time.
@@ -100,7 +100,7 @@ def in_buckets(members: Iterable[_Gradient], size: int = BUCKET) -> Iterator[lis
     bucket: list[_Gradient] = []
     for _, same in groupby(sorted(members, key=lambda each: each.time), key=lambda each: each.time):
         bucket += same
-        if bucket[0].held == "parameters" or sum(each.nbytes for each in bucket) >= size:
+        if bucket[0].held == "parameters" or sum(each.nbytes for each in bucket) >= BUCKET:
             yield bucket
             bucket = []
     if bucket:
@@ -123,17 +123,17 @@ class GradientBucket:
         params: of one dtype and device. Their gradients become views of one tensor; with shards, they too.
         comm: the ranks that add up; None if it is this rank alone.
         time: position in the order of all ranks.
-        held: as in `ModelPlan`.
+        held: as in `ModelPlan`. group: index of theirs in the optimizer.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], comm: Communicator | None, time: float, held: Held
+        self, params: Sequence[nn.Parameter], comm: Communicator | None, time: float, held: Held, group: int
     ) -> None:
-        self.params, self.comm, self.time = list(params), comm, time
+        self.params, self.comm, self.time, self.group = list(params), comm, time, group
         self.held: Held = "whole" if comm is None else held
         sizes = [param.numel() for param in params]
-        parts = 1 if comm is None else comm.size
-        self.padded = -(-sum(sizes) // parts) * parts
+        self.rank, self.ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+        self.padded = -(-sum(sizes) // self.ranks) * self.ranks
         like = params[0].detach()
         self.gradients = like.new_zeros(self.padded)
         self._views = self.views(self.gradients)
@@ -156,19 +156,21 @@ class GradientBucket:
 
     def shard_of(self, parts: Sequence[Tensor]) -> Tensor:
         """Return this rank's shard of whole tensors in the shapes of the parameters."""
-        assert self.comm is not None
         flat = self.gradients.new_zeros(self.padded, dtype=parts[0].dtype)
         for own, part in zip(self.views(flat), parts, strict=True):
             own.copy_(part)
-        return flat.chunk(self.comm.size)[self.comm.rank].clone()
+        return self.own(flat).clone()
+
+    def own(self, flat: Tensor) -> Tensor:
+        """Return the view of this rank's shard of a flat tensor."""
+        return flat.chunk(self.ranks)[self.rank]
 
     def _flatten(self, like: Tensor) -> None:
-        assert self.comm is not None
         self.values = like.new_zeros(self.padded)
         for param, part in zip(self.params, self.views(self.values), strict=True):
             part.copy_(param.detach())
             param.data = part
-        own = self.values.chunk(self.comm.size)[self.comm.rank]
+        own = self.own(self.values)
         self.shard = nn.Parameter(own.clone() if self.held == "parameters" else own)
         self._nbytes = self.values.untyped_storage().nbytes()
         self.drop()
@@ -181,8 +183,8 @@ class GradientBucket:
     def reset(self) -> None:
         """Set the gradients to 0, before the passes of a step; `zero_grad` may have taken them away."""
         self.gradients.zero_()
-        if self.comm is not None and self.held != "whole":
-            self.shard.grad = self.gradients.chunk(self.comm.size)[self.comm.rank]
+        if self.held != "whole":
+            self.shard.grad = self.own(self.gradients)
         for param, view in zip(self.params, self._views, strict=True):
             param.grad = view
 
@@ -193,10 +195,8 @@ class GradientBucket:
         if self.held == "whole":
             self.work = self.comm.all_reduce(self.gradients, async_op=True, tag=_TAG)
         else:
-            assert self.shard.grad is not None
-            self.work = self.comm.reduce_scatter_tensor(
-                self.shard.grad, self.gradients, async_op=True, tag=_TAG
-            )
+            own = self.own(self.gradients)
+            self.work = self.comm.reduce_scatter_tensor(own, self.gradients, async_op=True, tag=_TAG)
 
     def wait(self) -> None:
         """Wait for the sums."""
@@ -222,8 +222,7 @@ class GradientBucket:
     def keep(self) -> None:
         """Take over whole parameters that the program has set; free them if they are in shards."""
         if self.held == "parameters":
-            assert self.comm is not None
-            self.shard.data.copy_(self.values.chunk(self.comm.size)[self.comm.rank])
+            self.shard.data.copy_(self.own(self.values))
         self.drop()
 
     def drop(self) -> None:
@@ -233,15 +232,15 @@ class GradientBucket:
 
 
 def make_buckets(
-    own: Sequence[OwnParameter], comms: Mapping[tuple[int, ...], Communicator], size: int = BUCKET
+    own: Sequence[OwnParameter], comms: Mapping[tuple[int, ...], Communicator]
 ) -> list[GradientBucket]:
     """Return the buckets of this rank's parameters, alike on all ranks of a group; in the order of time."""
     keyed: dict[Any, list[OwnParameter]] = defaultdict(list)
     for each in own:
         keyed[each.ranks, each.held, each.group, each.param.dtype, each.param.device].append(each)
     found = [
-        (ranks, GradientBucket([one.param for one in bucket], comms.get(ranks), bucket[-1].time, held))
-        for (ranks, held, *_), members in keyed.items() for bucket in in_buckets(members, size)
+        (ranks, GradientBucket([one.param for one in bucket], comms.get(ranks), bucket[-1].time, held, group))
+        for (ranks, held, group, *_), members in keyed.items() for bucket in in_buckets(members)
     ]  # fmt: skip
     return [bucket for _, bucket in sorted(found, key=lambda pair: (pair[1].time, pair[0]))]
 
@@ -255,22 +254,20 @@ def clip_grad_norm_(parallel: ParallelModel, max_norm: float) -> Tensor:
     params = parallel.parameters()
     if parallel.copies is None:
         mine = {name: boxes_of(param) for name, param in params.items()}
-        theirs = everyone(mine)
+        theirs = world().all_gather_object(mine)
         parallel.copies = {
             id(params[name]): sum(o.get(name) == own for o in theirs) for name, own in mine.items()
         }
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for bucket in parallel.buckets:
         flat, times = bucket.gradients, 1
-        if bucket.comm is not None and bucket.held != "whole":  # elsewhere it has addends
-            flat, times = torch.zeros_like(flat), bucket.comm.size
-            at = bucket.comm.rank
-            flat.chunk(times)[at].copy_(bucket.gradients.chunk(times)[at])
+        if bucket.held != "whole":  # elsewhere it has addends
+            flat, times = torch.zeros_like(flat), bucket.ranks
+            bucket.own(flat).copy_(bucket.own(bucket.gradients))
         for param, own in zip(bucket.params, bucket.views(flat), strict=True):
             norm = torch.linalg.vector_norm(own, dtype=torch.float64)
             total += norm.cpu().square() * times / parallel.copies[id(param)]
-    if get_world_size() > 1:
-        world().all_reduce(total, tag="plan.norm", compress=False)
+    world().all_reduce(total, tag="plan.norm", compress=False)
     norm = total.sqrt()
     for bucket in parallel.buckets:
         bucket.gradients.mul_(float((max_norm / (norm + 1e-6)).clamp(max=1.0)))

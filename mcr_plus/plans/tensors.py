@@ -41,11 +41,6 @@ class PlanTensors:
         self.plan = plan
         self._known: dict[object, Layout] = {}
 
-    def shape(self, tensor: int, micro: int, slice_: int) -> tuple[int, ...]:
-        """Return the shape of x[tensor] of one micro-batch and slice."""
-        lows, highs = self._whole(tensor, micro, slice_)
-        return tuple((highs - lows).tolist())
-
     def values(self, tensor: int, micro: int, slice_: int) -> Ends:
         """Return the layouts of x[tensor], made by block `tensor - 1` and needed by block `tensor`."""
         return Ends(self.end(tensor - 1, "output", micro, slice_), self.end(tensor, "input", micro, slice_))
@@ -58,11 +53,11 @@ class PlanTensors:
     def end(self, block: int, end: End, micro: int, slice_: int, *, gradient: bool = False) -> Layout:
         """Return the layout of a block's input or output, or of the gradient that it makes of its input."""
         places = self.plan.places[block][micro, slice_]
-        tensor = block if end == "input" else block + 1
-        low, high = self._whole(tensor, micro, slice_)
-        key = (block, end, gradient, tuple((high - low).tolist()), places.tobytes())
+        low, high = self._whole(block + (end == "output"), micro, slice_)
+        shape = tuple((high - low).tolist())
+        key = (block, end, gradient, shape, places.tobytes())
         if key not in self._known:
-            self._known[key] = self._layout(block, end, tuple((high - low).tolist()), places, gradient)
+            self._known[key] = self._layout(block, end, shape, places, gradient)
         return self._known[key]
 
     def rows(self, block: int, micro: int, slice_: int, rank: int) -> Bounds:
@@ -99,9 +94,8 @@ class PlanTensors:
                     low[dim], high[dim] = self._part(tensor, dim, (0, shape[dim]), parts, number)
                     if axis == "sequence":
                         unit = shape[dim] // plan.slice_ends[-1]
-                        low[dim], high[dim] = (
-                            unit * end for end in (0, *plan.slice_ends)[number : number + 2]
-                        )
+                        ends = (0, *plan.slice_ends)[number : number + 2]
+                        low[dim], high[dim] = (unit * end for end in ends)
         return low, high
 
     def _dims(self, block: int, axis: str) -> tuple[int, ...]:
@@ -110,7 +104,7 @@ class PlanTensors:
 
     def _layout(self, block: int, end: End, shape: tuple[int, ...], places: Ints, gradient: bool) -> Layout:
         cuts, name = self.plan.cuts[block], self.plan.blocks[block].name
-        boxes: dict[int, list[list[Bounds]]] = {}
+        boxes: dict[int, list[Bounds]] = {}  # around all of a rank's parts
         columns: dict[int, tuple[int, ...]] = {}
         for at in product(*map(range, places.shape)):
             rank = int(places[at])
@@ -130,18 +124,14 @@ class PlanTensors:
             if any(low == high for low, high in box):
                 raise InvalidArgument(f"{name} on rank {rank}: a part without elements: {box} of {shape}")
             columns.setdefault(rank, tuple(of_columns))  # its first ones
-            boxes.setdefault(rank, []).append(box)
-        lows, highs = (
-            np.stack(
-                [at(as_ints(each)[..., side].reshape(-1, len(shape)), axis=0) for each in boxes.values()]
-            )
-            for side, at in enumerate((np.min, np.max))
-        )
+            pairs = zip(box, boxes.get(rank, box), strict=True)
+            boxes[rank] = [(min(one[0], other[0]), max(one[1], other[1])) for one, other in pairs]
+        bounds = as_ints(list(boxes.values())).reshape(len(boxes), len(shape), 2)
+        held = Boxes(bounds[..., 0], bounds[..., 1])
         owners, addends = list(boxes), np.zeros(len(boxes), np.int64)
         if gradient:
             kinds = sorted(set(columns.values()))
             addends = as_ints([kinds.index(columns[rank]) for rank in owners])
-        held = Boxes(lows, highs)
         extents = dict(zip(owners, map(tuple, (held.highs - held.lows).tolist()), strict=True))
         return Layout.placed(
             shape, as_ints(owners), held, np.zeros_like(held.lows), extents, name, addends=addends

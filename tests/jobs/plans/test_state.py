@@ -248,7 +248,7 @@ def under_a_codec(held: Held) -> float:
         torch.manual_seed(0)
         model = nn.Linear(30, 7)
         expected = [param.detach().clone() for param in model.parameters()]
-        bucket = GradientBucket(list(model.parameters()), comm, 0.0, held)
+        bucket = GradientBucket(list(model.parameters()), comm, 0.0, held, 0)
         for _ in range(3):
             bucket.gather(exact=held == "parameters")
         (shard,) = bucket.optimized

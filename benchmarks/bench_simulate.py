@@ -161,6 +161,7 @@ def host_rows(
                     f"{100 * (step / ms - 1):+.1f} %", f"{processor:.0f}", f"{used:.0f} %",
                 ]
             )  # fmt: skip
+            typer.echo(" ".join(rows[-1]), err=True)
     return rows
 
 
@@ -233,6 +234,7 @@ def main(
             cluster = f"nodes: {-(-count // 8)}\nranks_per_node: 8\nlinks: {LINKS}\n"
             name = f"{count:,}{', planned' if PLANNED in words else ''}"
             rows.append(row_of(name, [foretold(count, words, folder, cluster, *others)], []))
+            typer.echo(" ".join(rows[-1]), err=True)
         on_others = host_rows(hosts or (), names, width_on_hosts, rate, rounds, folder)
     note = (
         f"transformer of width {width} under DDP over gloo, {width_on_hosts} on hosts at {rate}; medians of "

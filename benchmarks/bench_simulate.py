@@ -117,7 +117,7 @@ def host_rows(
     counts: Sequence[int], ways: Sequence[str], width: int, rate: str, rounds: int, folder: Path
 ) -> list[list[str]]:
     """Operations and steps on hosts, foretold from those on two, and measured."""
-    rows = []
+    rows: list[list[str]] = []
     two_hosts = scaling.topology(TWO, rate)
     for way in ways:
         pipeline, there = folder / "pipeline.yaml", folder / "there.yaml"
@@ -208,7 +208,7 @@ def main(
     output: Dated = None,
     hardware: Hardware = HARDWARE,
 ) -> None:
-    rows, on_others = [], []
+    rows: list[list[str]] = []
     names = harness.chosen(ways.split(","), WAYS, "way")
     if hosts:
         need_hosts(mpi=False)

@@ -55,18 +55,18 @@ TWO: Final = Setting("2 hosts", 1, 2)
 SETTINGS: Final = (Setting("4 hosts", 1, 4), Setting("8 hosts", 1, 8), Setting("2 racks of 4", 2, 4))
 
 
-def measure(way: str, sizes: list[int]) -> dict[str, dict[str, float]] | None:
+def measure(way: str, sizes: list[int], kinds: Sequence[str] = KINDS) -> dict[str, dict[str, float]] | None:
     """On ranks: microseconds by kind and bytes."""
     torch.set_num_threads(1)
     if way == "torch":
         dist.init_process_group("gloo")
-        found = {kind: {str(size): _torch(kind, size) for size in sizes} for kind in KINDS}
+        found = {kind: {str(size): _torch(kind, size) for size in sizes} for kind in kinds}
         rank = dist.get_rank()
         dist.destroy_process_group()
         return found if rank == 0 else None
     stages: list[dict[str, Any]] = [{"select": {}}, {"dispatch": {}}]
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}) as comm:
-        found = {kind: {str(size): _ours(comm, kind, size) for size in sizes} for kind in KINDS}
+        found = {kind: {str(size): _ours(comm, kind, size) for size in sizes} for kind in kinds}
         return found if comm.rank == 0 else None
 
 

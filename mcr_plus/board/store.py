@@ -41,7 +41,7 @@ _TEXT_SETS: Final = 256
 _TEXT_PLACES: Final = 4
 _RARER: Final = 0.1  # time between two requests, as a share of the wait so far
 _RAREST: Final = 0.005  # s, the longest time between two requests
-_FEW: Final = 8  # number of ranks up to which rows are compared directly, without counting votes
+_FEW: Final = 2  # number of ranks up to which rows are compared directly, without counting votes
 _Answer = TypeVar("_Answer")
 
 

@@ -10,6 +10,7 @@ into rounds with alternating buffers, so that one buffer is packed while the oth
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 from zlib import crc32
@@ -24,7 +25,7 @@ from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.buffers import Chain, SpacePool
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import KeptBoxes
-from mcr_plus.layout.plan import RedistributionPlan, costs_of, lossy_steps
+from mcr_plus.layout.plan import RedistributionPlan, costs_of, lossy_steps, once
 from mcr_plus.layout.regions import Ints
 from mcr_plus.layout.rounds import (
     AddendSum,
@@ -189,12 +190,22 @@ class Mover:
         """Return the most sends and receives in a round of a step: of this rank, and those not heard."""
         counts = ([*each.input_counts, *each.output_counts] for each in stage.rounds)
         most = [sum(count > 0 for count in each) for each in counts]
-        for rank in self.comm.attached.get("unheard", ()):  # of all rounds together
-            steps = [each.program.steps[number : number + 1] for each in self.plan.chosen]
+        pairs = zip(self.plan.specs, self.plan.chosen, strict=True)
+        named = (f"{spec.name} {each.program.name}" for spec, each in pairs)
+        key = "messages", self.plan.call, number, *named
+        return max([*most, once(self.comm, key, partial(self._unheard_messages, number))])
+
+    def _unheard_messages(self, number: int) -> int:
+        """Return the most sends and receives in all rounds of a step, of the ranks that are not heard."""
+        steps = [each.program.steps[number : number + 1] for each in self.plan.chosen]
+        most = 0
+        for rank in self.comm.attached.get("unheard", ()):
             parts = [step.part(rank) for (step,) in filter(None, steps)]
             sides = [part.sends for part in parts], [part.receives for part in parts]
-            most.append(sum(len({peer for rows in side for peer in rows.peers.tolist()}) for side in sides))
-        return max(most)
+            most = max(
+                most, sum(len({peer for rows in side for peer in rows.peers.tolist()}) for side in sides)
+            )
+        return most
 
     def _kept(
         self, index: int, source: Layout, target: Layout, part: KeptBoxes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from mcr_plus.selection.options import SelectOptions
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
+
+ValueT = TypeVar("ValueT")
 
 MOST_STEPS: Final = 3
 ALONE: Final = 1 << 20
@@ -165,14 +167,18 @@ def make_plan(
     }
     number_of = {key: number for number, key in enumerate(different)}  # equal on all ranks
     ranks = comm.attached.get("unheard", (rank,))
-    of_ranks = np.zeros((len(ranks), len(different), MOST_STEPS, len(LOADS)), np.int64)
-    for each, loads in zip(ranks, of_ranks, strict=True):
-        for at, (spec, program) in enumerate(different.values()):
-            if program.native is not None:
-                loads[at, 0] = native_load(program.native, spec.source, each, spec.dtype.itemsize, nodes)
-            for step, part in enumerate(made.parts(program, each)):
-                loads[at, step] = load(part, spec.dtype.itemsize, nodes)
-    loads, crossing = _agree_on_loads(comm, ranks, of_ranks, nodes)
+
+    def of_ranks() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found = np.zeros((len(ranks), len(different), MOST_STEPS, len(LOADS)), np.int64)
+        for each, loads in zip(ranks, found, strict=True):
+            for at, (spec, program) in enumerate(different.values()):
+                if program.native is not None:
+                    loads[at, 0] = native_load(program.native, spec.source, each, spec.dtype.itemsize, nodes)
+                for step, part in enumerate(made.parts(program, each)):
+                    loads[at, step] = load(part, spec.dtype.itemsize, nodes)
+        return found.max(axis=0), _crossing(comm, ranks, found, nodes)
+
+    loads, crossing = _agree_on_loads(comm, *once(comm, ("loads", digest), of_ranks), len(ranks), nodes)
     seconds = costs_of(comm, nodes).seconds(loads, crossing.max(axis=0)).sum(axis=1)
     total = crossing[..., 0].sum(axis=(0, 2))
     # Infinite costs exclude programs that would leave replicas with different bits.
@@ -190,6 +196,15 @@ def make_plan(
         chosen.append(Chosen(best, made.parts(best, rank)))
     _prove(comm, specs, chosen)
     return RedistributionPlan(specs, chosen, kept, nodes, f"redistribution {digest:x}")
+
+
+def once(comm: Communicator, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
+    """Return what `make` computes of all ranks: in a simulation, the first simulated rank for all."""
+    found = comm.attached.get("found")
+    if found is None:
+        return make()
+    key = (key, comm.ranks)
+    return found[key] if key in found else found.setdefault(key, make())
 
 
 def _cheapest(
@@ -349,21 +364,29 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
     return None if dtype in REDUCIBLE[source.op] else f"{source.op} of {dtype}"
 
 
-def _agree_on_loads(
+def _crossing(
     comm: Communicator, ranks: Sequence[int], of_ranks: NDArray[np.int64], nodes: Ints | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the maximum loads over ranks, and the bytes that leave and enter each node, [nodes, ..., 2].
-
-    `of_ranks`: [ranks, ..., 6], of those that are known here.
-    """
+) -> NDArray[np.int64]:
+    """Return the bytes that leave and enter each node, [nodes, ..., 2]; `of_ranks`: [ranks, ..., 6]."""
     nodes_here = np.zeros(1, np.int64) if nodes is None else np.unique(nodes[as_ints(comm.ranks)])
-    loads = of_ranks.max(axis=0)
-    crossing = np.zeros((len(nodes_here), *loads.shape[:-1], 2), np.int64)
+    crossing = np.zeros((len(nodes_here), *of_ranks.shape[1:-1], 2), np.int64)
+    if nodes is not None:
+        np.add.at(crossing, np.searchsorted(nodes_here, nodes[as_ints(ranks)]), of_ranks[..., 3:5])
+    return crossing
+
+
+def _agree_on_loads(
+    comm: Communicator, loads: NDArray[np.int64], crossing: NDArray[np.int64], known: int, nodes: Ints | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the maximum loads over ranks, and the bytes that cross, of all ranks.
+
+    `loads`, `crossing`: those of `known` ranks: of this one, or in a simulation of all.
+    """
+    loads, crossing = loads.copy(), crossing.copy()
     if comm.size > 1 and loads.size:
         if nodes is not None:
-            np.add.at(crossing, np.searchsorted(nodes_here, nodes[as_ints(ranks)]), of_ranks[..., 3:5])
             comm.all_reduce(torch.from_numpy(crossing), compress=False, tag=_TAG)
-            crossing //= len(ranks)  # each has added up what is known of all of these
+            crossing //= known  # each has added up what is known of all of these
         comm.all_reduce(torch.from_numpy(loads), "MAX", compress=False, tag=_TAG)
     return loads, crossing
 

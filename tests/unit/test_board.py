@@ -235,7 +235,7 @@ def test_the_store_keeps_no_more_for_more_posts() -> None:
 
     kept = issue_all(1, RING + 50)
     assert issue_all(RING + 50, 2 * RING) == kept
-    assert all_match(boards[3], 2 * RING - 1, (2 * RING - 1) % 7)
+    assert all_match(boards[-1], 2 * RING - 1, (2 * RING - 1) % 7)
     assert boards[1].read(0, 1) == (2 * RING - 1, None, True)
 
 

@@ -116,6 +116,7 @@ for step in range(10):
 PLANNED = """
 import torch, mcr_plus as mcr
 from mcr_plus import expert
+from mcr_plus.layout import plan as layouts
 from mcr_plus.plans import run
 from mcr_plus.plans.named import hybrid
 comm = mcr.init()
@@ -127,6 +128,8 @@ profile = mcr.profile(model, batch, optimizer=optimizer, loss=loss, repeats=1)
 plan = hybrid(profile, size, data=size // 2, stages=2, micro_batches=2)
 prove = run.prove
 run.prove = lambda plan: open("proved", "a").write(f"{rank} ") and prove(plan)
+load = layouts.load
+layouts.load = lambda *args: open("planned", "a").write(f"{rank} ") and load(*args)
 parallel = mcr.parallelize(model, optimizer, plan, loss=loss)
 rows, whole = mcr.Layout.sharded((size, 3), range(size), 0), mcr.Layout.replicated((size, 3), range(size))
 for step in range(100):
@@ -204,6 +207,7 @@ def test_stages_of_a_plan_are_folded(tmp_path: Path) -> None:
     assert sum(len(each["ran"]) for each in found["roles"]) < 20
     assert set(found["links_ms"]) == {"inside", "nic"}
     assert (tmp_path / "proved").read_text() == "0 "  # ranks that run later take the proof over
+    assert {*(tmp_path / "planned").read_text().split()} == {"0"}  # and the loads of all ranks
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -200,7 +200,7 @@ def make_plan(
 
 def once(comm: Communicator, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
     """Return what `make` computes of all ranks: in a simulation, the first simulated rank for all."""
-    found = comm.attached.get("found")
+    found: MutableMapping[Any, ValueT] | None = comm.attached.get("found")
     if found is None:
         return make()
     key = (key, comm.ranks)

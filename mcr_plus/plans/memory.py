@@ -56,6 +56,7 @@ class RankMemory:
     def __init__(self, proved: ProvedPlan, rank: int) -> None:
         self.proved, self.plan, self.rank = proved, proved.plan, rank
         self.blocks = [block for block, places in enumerate(self.plan.places) if rank in places]
+        self._users = self.plan.profile.users
 
     def use(self) -> MemoryUse:
         """Run through the tasks in order."""
@@ -159,7 +160,10 @@ class RankMemory:
             if plan.recomputed[index]:
                 need += self.kept(task, one=True)
         if plan.held[index] == "parameters":
-            need += block.parameters
+            need += self._share(index, "params")
+        for name in block.names - block.params.keys():  # shared ones, as the first block holds them
+            first = self._users[name][0]
+            need += plan.blocks[first].params[name] * (plan.held[first] == "parameters")
         return round(need)
 
     def gradient(self, task: PlanTask) -> int:

@@ -96,6 +96,21 @@ def test_shards_of_zero(held: Held, shares: tuple[int, int, int]) -> None:
     assert peaks(plan) == [3 * SAVED // 4 + gathered] * 4
 
 
+def test_shards_of_cut_parameters_are_gathered_to_the_part_of_a_rank() -> None:
+    plan = hybrid(profile(3), 4, data=2, tensor=2, held="parameters")
+    assert peaks(plan) == [(3 * SAVED // 2 * 3 + PARAMS * 3) // 4] * 4
+
+
+def test_a_pass_gathers_the_shards_that_it_shares_with_another_block() -> None:
+    """The second block uses the parameters of the first one alone, as a head does those of its embedding."""
+    first, second = profile(2).blocks
+    head = {"params": {}, "gradients": 0, "optimizer": 0, "shared": ("b0.w",)}
+    blocks = first.model_copy(update={"shared": ("b0.w",)}), second.model_copy(update=head)
+    plan = hybrid(chain(blocks), 2, data=2, held="parameters")
+    assert memory_of(prove(plan), 0).parameters == PARAMS // 2
+    assert peaks(plan) == [2 * SAVED // 2 + PARAMS] * 2
+
+
 def test_tensor_cuts_divide_half_of_a_block() -> None:
     plan = named("tensor_parallel", profile(3), 4)
     use = memory_of(prove(plan), 3)

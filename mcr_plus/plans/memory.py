@@ -11,7 +11,7 @@ from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout.layout import Layout
 from mcr_plus.plans.language import ALONG_DATA, PlanTask, TensorKey
-from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, own_parts, work_share
+from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, own_parts, share_along, work_share
 from mcr_plus.plans.sums import gradient_groups
 from mcr_plus.plans.tensors import End
 
@@ -122,11 +122,11 @@ class RankMemory:
         for cut, own in own_parts(plan, index, self.rank):
             if what == "saved" and cut.outside:
                 continue  # the share in the input divides it
-            for name in cut.axes if plan.how(index, cut) not in ALONG_DATA else ():
-                divided = getattr(block.axes[name], what)
+            if what == "saved" and len(own) > 1:
                 # Parts on one rank run in turn; between them only their common input is kept.
-                share = (1 if one else 0) if what == "saved" and own > 1 else own
-                whole -= divided * (1 - share / cut.parts)
+                own = own[-1:] if one else []
+            for name in cut.axes if plan.how(index, cut) not in ALONG_DATA else ():
+                whole -= getattr(block.axes[name], what) * (1 - share_along(block, name, cut, own))
         return whole
 
     def kept(self, task: PlanTask, *, one: bool = False) -> int:

@@ -46,8 +46,8 @@ def tensor_cut(
         if inner := inner_cuts(block, kinds):
             needed = "batch" if any(block.axes[axis].how == "exchange" for axis in inner) else None
             if needed and "rows" in inner:
-                inner.remove("rows")  # whose input are indices: nothing gathers them
-            can = outside in block.axes and "rows" not in inner
+                inner.remove("rows")  # whose input are indices, which nothing gathers
+            can = outside in block.axes and "rows" not in block.axes
             plan.cut(index, inner, parts, outside if can else needed)
         elif outside in block.axes and (
             outside == "batch" or (index and not block.reads_batch and not block.shared)

@@ -11,7 +11,7 @@ from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout.layout import Layout
 from mcr_plus.plans.language import ALONG_DATA, PlanTask, TensorKey
-from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, own_parts, work_share
+from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, own_parts, share_along, work_share
 from mcr_plus.plans.sums import gradient_groups
 from mcr_plus.plans.tensors import End
 
@@ -56,6 +56,7 @@ class RankMemory:
     def __init__(self, proved: ProvedPlan, rank: int) -> None:
         self.proved, self.plan, self.rank = proved, proved.plan, rank
         self.blocks = [block for block, places in enumerate(self.plan.places) if rank in places]
+        self._users = self.plan.profile.users
 
     def use(self) -> MemoryUse:
         """Run through the tasks in order."""
@@ -121,11 +122,11 @@ class RankMemory:
         for cut, own in own_parts(plan, index, self.rank):
             if what == "saved" and cut.outside:
                 continue  # the share in the input divides it
-            for name in cut.axes if plan.how(index, cut) not in ALONG_DATA else ():
-                divided = getattr(block.axes[name], what)
+            if what == "saved" and len(own) > 1:
                 # Parts on one rank run in turn; between them only their common input is kept.
-                share = (1 if one else 0) if what == "saved" and own > 1 else own
-                whole -= divided * (1 - share / cut.parts)
+                own = own[-1:] if one else []
+            for name in cut.axes if plan.how(index, cut) not in ALONG_DATA else ():
+                whole -= getattr(block.axes[name], what) * (1 - share_along(block, name, cut, own))
         return whole
 
     def kept(self, task: PlanTask, *, one: bool = False) -> int:
@@ -159,7 +160,10 @@ class RankMemory:
             if plan.recomputed[index]:
                 need += self.kept(task, one=True)
         if plan.held[index] == "parameters":
-            need += block.parameters
+            need += self._share(index, "params")
+        for name in block.names - block.params.keys():  # shared ones, as the first block holds them
+            first = self._users[name][0]
+            need += plan.blocks[first].params[name] * (plan.held[first] == "parameters")
         return round(need)
 
     def gradient(self, task: PlanTask) -> int:

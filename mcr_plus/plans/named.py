@@ -5,7 +5,7 @@ Every function returns a plan of a profile on `ranks` ranks. Combined plans are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -23,6 +23,11 @@ _INNER: Final = ("heads", "hidden", "experts", "tables", "rows")
 # -- transforms and places -----------------------------------------------------------------------------------
 
 
+def inner_cuts(block: ModelBlock, kinds: Collection[str]) -> list[str]:
+    """Return the axes of these kinds (`how`) along which `tensor_cut` can cut a block's parameters."""
+    return [axis for axis in _INNER if axis in block.axes and block.axes[axis].how in kinds]
+
+
 def tensor_cut(
     plan: ModelPlan, blocks: Blocks, parts: int, outside: str | None = None, tensor_blocks: Blocks = ()
 ) -> None:
@@ -38,9 +43,11 @@ def tensor_cut(
             kinds = {"sum", "exchange"} if index in own else {"exchange"}
         else:
             kinds = set() if block.shared else {"sum", "exchange"}
-        if inner := [axis for axis in _INNER if axis in block.axes and block.axes[axis].how in kinds]:
+        if inner := inner_cuts(block, kinds):
             needed = "batch" if any(block.axes[axis].how == "exchange" for axis in inner) else None
-            can = outside in block.axes and "rows" not in inner  # whose input are indices
+            if needed and "rows" in inner:
+                inner.remove("rows")  # whose input are indices, which nothing gathers
+            can = outside in block.axes and "rows" not in block.axes
             plan.cut(index, inner, parts, outside if can else needed)
         elif outside in block.axes and (
             outside == "batch" or (index and not block.reads_batch and not block.shared)

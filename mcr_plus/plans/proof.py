@@ -23,10 +23,11 @@ from mcr_plus.layout import proof as layout_proof
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import exchanges
 from mcr_plus.layout.regions import Boxes, as_ints, contains, grids, meet
+from mcr_plus.plans.blocks import ModelBlock
 from mcr_plus.plans.joining import first_tasks
 from mcr_plus.plans.language import ALONG_DATA, BlockCut, Kind, ModelPlan, PlanTask, TensorKey
 from mcr_plus.plans.sums import shared_groups
-from mcr_plus.plans.tensors import Ends, PlanTensors
+from mcr_plus.plans.tensors import Ends, PlanTensors, part_of
 
 EXCHANGES: Final = ("sum", "exchange", "gather", "halo")
 """Cuts with which the parts of a task exchange data within it."""
@@ -395,16 +396,23 @@ def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = T
     share = 1.0
     for cut, own in own_parts(plan, block, rank):
         if plan.how(block, cut) not in (*ALONG_DATA, "replicas") and (outside or cut.outside is None):
-            share *= own / cut.parts
+            share *= max(share_along(plan.blocks[block], name, cut, own) for name in cut.axes)
     return share
 
 
-def own_parts(plan: ModelPlan, block: int, rank: int) -> list[tuple[BlockCut, int]]:
-    """Return the cuts of a block, and the number of parts along each that a rank has."""
+def own_parts(plan: ModelPlan, block: int, rank: int) -> list[tuple[BlockCut, list[int]]]:
+    """Return the cuts of a block, and the numbers of the parts along each that a rank has."""
     if not plan.cuts[block]:
         return []
     at = np.argwhere(plan.places[block] == rank)
-    return [(cut, len(np.unique(at[:, 2 + axis]))) for axis, cut in enumerate(plan.cuts[block])]
+    return [(cut, np.unique(at[:, 2 + axis]).tolist()) for axis, cut in enumerate(plan.cuts[block])]
+
+
+def share_along(block: ModelBlock, name: str, cut: BlockCut, parts: Sequence[int]) -> float:
+    """Return the share of some parts of a cut in an axis of parameters, whose units need not divide."""
+    units = block.axes[name].parts[0]
+    bounds = (part_of((0, units), cut.parts, number) for number in parts)
+    return sum(high - low for low, high in bounds) / units
 
 
 def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int) -> float:
@@ -416,14 +424,17 @@ def seconds_of(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     block, share = plan.blocks[task.block], tensors.share(task.block, task.micro, task.slice, rank)
     params, turns = float(block.parameters), 0
     for cut, own in own_parts(plan, task.block, rank):
-        how, part = plan.how(task.block, cut), own / cut.parts
+        how = plan.how(task.block, cut)
         if how in (*ALONG_DATA, "replicas"):
             continue
-        params -= sum(block.axes[name].params for name in cut.axes) * (1 - part)
+        axes = [block.axes[name] for name in cut.axes]
+        left = [1 - share_along(block, name, cut, own) for name in cut.axes]
+        params -= sum(axis.params * part for axis, part in zip(axes, left, strict=True))
         if cut.outside is None:
-            share *= 1 - min(sum(block.axes[name].work for name in cut.axes), 1.0) * (1 - part)
-        if how == "sum" and own > 1:  # one after another, each again for its backward pass
-            turns += own * len(cut.axes)
+            work = sum(axis.work * part for axis, part in zip(axes, left, strict=True))
+            share *= 1 - work / max(sum(axis.work for axis in axes), 1.0)
+        if how == "sum" and len(own) > 1:  # one after another, each again for its backward pass
+            turns += len(own) * len(cut.axes)
     forward = block.forward_fixed + (block.forward - block.forward_fixed) * share
     forward += turns * plan.profile.turn / 2
     if task.kind == "F":

@@ -217,7 +217,7 @@ class ParallelModel:
             if not cut.axes or how in ALONG_DATA:
                 continue
             own = sorted(set(at[:, 2 + axis].tolist()))
-            enter, leave = moves(self.proved, block, axis, self.rank, self._groups.tasks)
+            enter, leave = moves(self.proved, block, axis, self.rank, self._groups.tasks, self._past)
             count = {name: one.axes[name].parts[0] for name in cut.axes}
             group = self._groups.tasks.get(peers(plan, block, axis, self.rank))
             self.cut |= cut_module(self.module, names, cut.axes, count, cut.parts, own, enter, leave, group)

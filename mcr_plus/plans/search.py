@@ -38,7 +38,7 @@ from mcr_plus.plans.codecs import CodecChoice, can_encode, payload_codec, transf
 from mcr_plus.plans.foretell import BestCosts, foretell
 from mcr_plus.plans.language import OUTSIDE, Held
 from mcr_plus.plans.memory import memory_of
-from mcr_plus.plans.named import Schedule, hybrid
+from mcr_plus.plans.named import Schedule, hybrid, inner_cuts
 from mcr_plus.plans.proof import ProvedPlan, prove
 from mcr_plus.plans.search_costs import PlanChoice, SearchCosts
 from mcr_plus.plans.stage_search import CELLS, BlockCosts, Ints, solve
@@ -51,7 +51,6 @@ _TASKS: Final = 1 << 13
 """Most forward passes of plans for which schedules are compared."""
 _SMALL: Final = 1 << 6
 """Most blocks of all ranks of which more plans are simulated, as the model leaves out what overlaps."""
-_DEALT: Final = ("experts", "tables")
 _UNBOUND: Final = 1 << 50
 
 
@@ -288,19 +287,15 @@ def _choices(
     blocks = profile.blocks
     items = min((block.axes["batch"].parts[0] for block in blocks if "batch" in block.axes), default=1)
     all_cut = all("batch" in block.axes for block in blocks)
-    inner = [
-        axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how in OUTSIDE
-    ]  # what `tensor_cut` cuts
-    dealt = [
-        axis.parts[0] for block in blocks for axis in block.axes.values() if axis.how == "exchange"
-    ]  # what `tensor_cut` deals among ranks that share the batch
+    inner, dealt = (
+        [block.axes[axis].parts[0] for block in blocks for axis in inner_cuts(block, kinds)]
+        for kinds in (OUTSIDE, ("exchange",))
+    )  # what `tensor_cut` cuts, and deals among ranks that share the batch
+    exchanged = [block.axes for block in blocks if inner_cuts(block, ("exchange",))]
     layers = tuple(
-        index
-        for index, block in enumerate(blocks)
-        if not block.shared
-        and "rows" not in block.axes
-        and any(axis.how == "sum" for axis in block.axes.values())
-    )  # whose parameters it can cut among them
+        index for index, block in enumerate(blocks)
+        if not block.shared and "rows" not in block.axes and inner_cuts(block, ("sum",))
+    )  # fmt: skip
     sequence = any("sequence" in block.axes and "heads" in block.axes for block in blocks)
     most = min(*inner, per_node) if inner else 1
     for tensor in [n for n in _divisors(ranks) if n <= most or (dealt and n <= min(dealt))]:
@@ -311,12 +306,15 @@ def _choices(
                 continue
             numbers = [1 << power for power in range(11)] if micro_batches is None else micro_batches
             for micro in [n for n in numbers if n * data <= items and (n == 1 or all_cut)]:
+                may_share = tensor > 1 and micro * data * tensor <= items
                 helds: tuple[Held, ...] = ("whole",) if data == 1 else ("whole", "optimizer")
-                shares = (dealt or own) and all_cut and tensor > 1 and micro * data * tensor <= items
+                shares = (dealt or own) and all_cut and may_share
                 outsides = [None, *(["sequence"] if tensor > 1 and sequence else [])]
                 outsides = (outsides if tensor <= most else []) + (["batch"] if shares else [])
                 for held in helds:
                     for outside in outsides:
+                        if tensor > 1 and not may_share and not all(outside in axes for axes in exchanged):
+                            continue  # they would be cut along the batch, which some rank has no item of
                         cut = own if outside == "batch" else ()
                         yield PlanChoice(data, tensor, micro, held, outside, tensor_blocks=cut), stages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +14,11 @@ from mcr_plus.plans.codecs import CodecChoice, transfer_codec
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts
 from mcr_plus.plans.language import Held, PlanTask
 from mcr_plus.plans.memory import RankMemory
-from mcr_plus.plans.named import Schedule, mesh
+from mcr_plus.plans.named import Schedule, inner_cuts, mesh
 from mcr_plus.plans.proof import ProvedPlan, seconds_of, share_of
 from mcr_plus.plans.stage_search import BlockCosts, Floats, Ints
 from mcr_plus.plans.tensors import PlanTensors
 from mcr_plus.tables.scaling import Placement
-
-_DEALT: Final = ("experts", "tables")
 
 
 class PlanChoice(NamedTuple):
@@ -75,7 +73,7 @@ class SearchCosts:
 
     def __init__(self, profile: Profile, costs: BestCosts, codecs: Sequence[CodecChoice]) -> None:
         self.profile, self.costs, self.codecs = profile, costs, codecs
-        self.dealt = [not block.axes.keys().isdisjoint(_DEALT) for block in profile.blocks]
+        self.dealt = [bool(inner_cuts(block, ("exchange",))) for block in profile.blocks]
         self._known: dict[object, _Measured] = {}
         self._time = cache(self._seconds)
 

@@ -7,10 +7,10 @@ from plan_blocks import ITEMS, chain, layer
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.blocks import Profile
-from mcr_plus.plans.language import Held, ModelPlan
+from mcr_plus.plans.language import Held, ModelPlan, PlanTask
 from mcr_plus.plans.memory import check_memory, memory_of
 from mcr_plus.plans.named import Schedule, co_shard, hybrid, named
-from mcr_plus.plans.proof import ProvedPlan, prove
+from mcr_plus.plans.proof import ProvedPlan, prove, seconds_of
 
 KIB = 1 << 10
 PARAMS, SAVED, OUTPUT = 64 * KIB, 4096 * KIB, 256 * KIB
@@ -96,12 +96,37 @@ def test_shards_of_zero(held: Held, shares: tuple[int, int, int]) -> None:
     assert peaks(plan) == [3 * SAVED // 4 + gathered] * 4
 
 
+def test_shards_of_cut_parameters_are_gathered_to_the_part_of_a_rank() -> None:
+    plan = hybrid(profile(3), 4, data=2, tensor=2, held="parameters")
+    assert peaks(plan) == [(3 * SAVED // 2 * 3 + PARAMS * 3) // 4] * 4
+
+
+def test_a_pass_gathers_the_shards_that_it_shares_with_another_block() -> None:
+    """The second block uses the parameters of the first one alone, as a head does those of its embedding."""
+    first, second = profile(2).blocks
+    head = {"params": {}, "gradients": 0, "optimizer": 0, "shared": ("b0.w",)}
+    blocks = first.model_copy(update={"shared": ("b0.w",)}), second.model_copy(update=head)
+    plan = hybrid(chain(blocks), 2, data=2, held="parameters")
+    assert memory_of(prove(plan), 0).parameters == PARAMS // 2
+    assert peaks(plan) == [2 * SAVED // 2 + PARAMS] * 2
+
+
 def test_tensor_cuts_divide_half_of_a_block() -> None:
     plan = named("tensor_parallel", profile(3), 4)
     use = memory_of(prove(plan), 3)
     own = PARAMS // 2 + PARAMS // 2 // 4
     assert (use.parameters, use.gradients, use.optimizer) == (3 * own, 3 * own, 6 * own)
     assert peaks(plan) == [3 * (SAVED // 2 + SAVED // 2 // 4)] * 4
+
+
+def test_heads_that_ranks_do_not_divide_make_larger_parts() -> None:
+    """Of six heads, four ranks have one, two, one and two."""
+    proved = prove(hybrid(profile(2, heads=6), 4, tensor=4))
+    for rank, heads in enumerate((1, 2, 1, 2)):
+        assert memory_of(proved, rank).parameters == round(2 * (PARAMS / 2 + PARAMS / 2 * heads / 6))
+        seconds = seconds_of(proved.plan, proved.tensors, PlanTask(0, 0, 0, "F"), rank)
+        assert seconds == pytest.approx(0.01 * heads / 6)
+    assert peaks(proved.plan) == pytest.approx([SAVED * (1 + heads / 6) for heads in (1, 2, 1, 2)], abs=2)
 
 
 @pytest.mark.parametrize(("how", "times"), [("sum", 3), ("exchange", 0)])

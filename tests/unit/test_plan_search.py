@@ -282,6 +282,40 @@ def test_experts_are_dealt_among_ranks_that_share_the_batch() -> None:
     assert best.seconds == pytest.approx(0.06 + sums, rel=0.05)
 
 
+def test_experts_get_items_in_every_micro_batch() -> None:
+    """Of 12 items in 8 micro-batches, some have one, which two ranks cannot share; a sequence they can."""
+    experts = Axis(dims=(), parts=(4,), how="exchange", params=MIB)
+    for heads, sequence in ((0, False), (4, True)):
+        blocks = [layer(number, items=12, heads=heads, saved=64 * MIB) for number in range(3)]
+        axes = {name: axis for name, axis in blocks[1].axes.items() if sequence or name != "sequence"}
+        blocks[1] = blocks[1].model_copy(update={"axes": {**axes, "experts": experts}})
+        found = search(chain(blocks, items=12), 2, costs_of(1, 2), best=40, micro_batches=[8]).plans
+        shared = {each.choice.outside for each in found if each.choice.tensor > 1}
+        assert shared == ({"sequence"} if sequence else set())
+        assert all(each.plan for each in found)
+
+
+def test_rows_stay_whole_beside_tables() -> None:
+    """Tables need their input along the batch, and rows all of it."""
+    first = layer(0, heads=0)
+    more = {
+        name: Axis(dims=(), parts=(8,), how=how, params=MIB // 4)
+        for name, how in (("tables", "exchange"), ("rows", "sum"))
+    }
+    first = first.model_copy(update={"axes": {**first.axes, **more}})
+    plan = hybrid(chain([first, layer(1)]), 2, tensor=2)
+    assert [(cut.axes, cut.outside) for cut in plan.cuts[0]] == [(("tables",), "batch")]
+
+
+def test_an_axis_of_another_name_is_no_choice_of_a_search() -> None:
+    """`hybrid` cuts known axes alone: blocks cut along the batch have sums of gradients."""
+    block = layer(0, heads=0, params=200 * MIB)
+    own = Axis(dims=(), parts=(4,), how="sum", params=200 * MIB)
+    profile = chain([block.model_copy(update={"axes": {**block.axes, "channels": own}})])
+    found = search(profile, 2, costs_of(1, 2), best=40).plans
+    assert {each.choice.tensor for each in found} == {1}
+
+
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_each_layer_is_cut_along_its_batch_or_in_its_parameters(seed: int) -> None:
     """Layers have large parameters, whose sums take long, or a large input, which takes long to gather."""

@@ -40,7 +40,14 @@ def hybrids(case: str) -> list[Spec]:
         {"stages": 2, "tensor": 2, "outside": "sequence", "micro_batches": 2, "recompute": True},
         {"stages": 2, "tensor": 2, "micro_batches": 3, "schedule": "eager-1f1b"},
         {"stages": 2, "data": 2, "micro_batches": 3, "sharded": [2, 3], "held": "optimizer"},
-        {"data": 2, "tensor": 2, "outside": "batch", "tensor_blocks": [1, 3], "held": "optimizer"},
+        {
+            "data": 2,
+            "tensor": 2,
+            "outside": "batch",
+            "tensor_blocks": [1, 3],
+            "held": "optimizer",
+            "micro_batches": 2,  # of 7 and 8 items
+        },
         {
             "stages": 2,
             "tensor": 2,

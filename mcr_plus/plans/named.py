@@ -86,19 +86,21 @@ def mesh(
 # -- one stage ----------------------------------------------------------------------------------------------
 
 
-def data_parallel(profile: Profile, ranks: int, micro_batches: int = 1, held: Held = "whole") -> ModelPlan:
+def data_parallel(
+    profile: Profile, ranks: int, micro_batches: int = 1, held: Held = "whole", name: str = "data_parallel"
+) -> ModelPlan:
     """Cut the batch; gradients are summed (`held`: ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054)."""
-    return hybrid(profile, ranks, data=ranks, micro_batches=micro_batches, held=held, name="data_parallel")
+    return hybrid(profile, ranks, data=ranks, micro_batches=micro_batches, held=held, name=name)
 
 
 def zero1(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
     """Cut the batch, and the optimizer's state."""
-    return data_parallel(profile, ranks, micro_batches, "optimizer")
+    return data_parallel(profile, ranks, micro_batches, "optimizer", "zero1")
 
 
 def zero3(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:
     """Cut the batch and all parameters, which are gathered block by block."""
-    return data_parallel(profile, ranks, micro_batches, "parameters")
+    return data_parallel(profile, ranks, micro_batches, "parameters", "zero3")
 
 
 def tensor_parallel(profile: Profile, ranks: int, micro_batches: int = 1) -> ModelPlan:

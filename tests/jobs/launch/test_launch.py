@@ -154,7 +154,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-@pytest.mark.short("torch")
+@pytest.mark.long
 @both
 def test_job_that_works_ends_with_0_and_leaves_nothing(start: Start, folder: Path, via: str) -> None:
     run = start("-n", "2", "--via", via, PROGRAMS, "finish")

@@ -35,7 +35,7 @@ from mcr_plus.msccl.algorithm import (
 SHARED = Path("/dev/shm")
 
 
-@pytest.mark.short("2")
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_results(ranks: int) -> None:
     for result in run_ranks(jobs.exam, ranks, via="torch", timeout=240):

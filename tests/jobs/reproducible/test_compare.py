@@ -248,6 +248,7 @@ def training(folder: str, way: str, flips: bool, bucket: str, sums: str) -> None
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_training_by_wrap_ddp_and_fsdp(tmp_path: Path) -> None:
     for way in ("wrap", "ddp", "fsdp"):
         folders = [str(tmp_path / f"{way}{number}") for number in range(3)]

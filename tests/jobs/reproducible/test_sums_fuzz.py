@@ -120,7 +120,7 @@ def run(setup: str, first: int, cases: int) -> list[str]:
         return wrong
 
 
-@pytest.mark.short("3-failover")
+@pytest.mark.long
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_no_bit_differs(ranks: int, setup: str) -> None:

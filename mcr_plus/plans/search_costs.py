@@ -74,20 +74,15 @@ class SearchCosts:
     def __init__(self, profile: Profile, costs: BestCosts, codecs: Sequence[CodecChoice]) -> None:
         self.profile, self.costs, self.codecs = profile, costs, codecs
         self.dealt = [bool(inner_cuts(block, ("exchange",))) for block in profile.blocks]
-        self._known: dict[object, _Measured] = {}
-        self._time = cache(self._seconds)
+        self._time, self._known = cache(self._seconds), cache(self._measured)
 
     def of(self, choice: PlanChoice, stages: int) -> tuple[BlockCosts, Ints]:
         """Return the costs of all blocks, and the ways of each: see `_Combination`."""
         every = choice.data * choice.tensor
         ways = {0: (), 4: choice.tensor_blocks} if choice.tensor_blocks else {0: ()}
-        found = []
-        for cut in ways.values():
-            key = choice.tensor, choice.data * choice.micro_batches, choice.outside, cut
-            if key not in self._known:
-                self._known[key] = self._measured(*key)
-            measured = self._known[key]
-            found.append(self._in_ways(choice, stages, cut, measured))
+        pieces = choice.data * choice.micro_batches
+        known = [self._known(choice.tensor, pieces, choice.outside, cut) for cut in ways.values()]
+        found = [self._in_ways(choice, stages, *pair) for pair in zip(ways.values(), known, strict=True)]
         seconds, kept, fixed, transient = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
         order = np.argsort(seconds, axis=1, kind="stable")
         seconds, kept, fixed, transient = (
@@ -95,7 +90,7 @@ class SearchCosts:
         )
         for each in (kept, fixed, transient):  # a way that a block has not is no way to save memory
             np.copyto(each, each[:, :1], where=np.isinf(seconds))
-        output = measured.output
+        output = known[-1].output
         sends = np.zeros((len(seconds), stages))
         alike: dict[Placement, Floats] = {}
         for stage in range(stages - 1):
@@ -105,7 +100,7 @@ class SearchCosts:
                 alike[place] = np.array([self._sent(index, int(n), pair) for index, n in enumerate(output)])
             sends[:, stage] = alike[place]
         extra = seconds - seconds[:, :1]
-        costs = BlockCosts(seconds[:, 0], extra, kept, fixed, transient, output, measured.input, sends)
+        costs = BlockCosts(seconds[:, 0], extra, kept, fixed, transient, output, known[-1].input, sends)
         return costs, np.arange(8)[[bits + way for bits in ways for way in range(4)]][order]
 
     def _in_ways(

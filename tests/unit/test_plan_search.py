@@ -299,8 +299,8 @@ def test_rows_stay_whole_beside_tables() -> None:
     """Tables need their input along the batch, and rows all of it."""
     first = layer(0, heads=0)
     more = {
-        name: Axis(dims=(), parts=(8,), how=how, params=MIB // 4)
-        for name, how in (("tables", "exchange"), ("rows", "sum"))
+        "tables": Axis(dims=(), parts=(8,), how="exchange", params=MIB // 4),
+        "rows": Axis(dims=(), parts=(8,), how="sum", params=MIB // 4),
     }
     first = first.model_copy(update={"axes": {**first.axes, **more}})
     plan = hybrid(chain([first, layer(1)]), 2, tensor=2)

@@ -338,8 +338,12 @@ class MessageCosts(NamedTuple):
     def prefers_messages(self, messages: int, peers: int, across: bool) -> bool:
         """Return True if `messages` sends and receives are faster than an all_to_all with `peers` peers.
 
-        `across`: between nodes. Only latencies are compared: the bytes are the same.
+        `across`: between nodes. Only latencies are compared: the bytes are the same. A single message between
+        nodes always is one: its sender may compute meanwhile, for which rules for `send` provide (decision
+        68), and no other rank needs to agree on it.
         """
+        if across and messages == 1:
+            return True
         send, part = (self.far_send, self.far_message) if across else (self.send, self.message)
         return messages * send < peers * part
 

@@ -30,7 +30,7 @@ _UNPROVEN: Final = 0.2  # weight of a difference inside the confidence intervals
 _BITS: Final = 5
 _FAR: Final = 32  # ratio of sizes that are too far apart to interpolate; the first sizes are closer
 _LATENCY: Final = 1024  # bytes
-_BESIDE: Final = 3.0  # times as long may a message take that goes on while its ranks compute
+_BESIDE: Final = 10.0  # times as long may a message take that goes on while its ranks compute
 
 Timings = Mapping[int, Mapping[str, Timing]]
 

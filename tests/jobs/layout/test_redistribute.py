@@ -188,10 +188,14 @@ def test_costs_of_messages_and_bytes_are_those_of_the_table(tmp_path: Path) -> N
             assert found == np.array_split(whole, [2, 4], axis=1)[rank].ravel().tolist()
 
 
-def few_partners() -> list[Any]:
+def few_partners(nodes: list[int] | None = None) -> list[Any]:
     """Run on ranks: the kinds of the operations that redistributions with few and many partners issue."""
     found = []
-    with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
+    of_ranks = None if nodes is None else np.array(nodes)
+    with (
+        mcr.init({"version": 1, "backends": ["gloo"]}) as comm,
+        patch("mcr_plus.layout.plan.nodes_of", return_value=of_ranks),
+    ):
         last, everyone = comm.size - 1, range(comm.size)
         for source, target in (
             (mcr.Layout.replicated((5,), [0]), mcr.Layout.replicated((5,), [last])),
@@ -212,6 +216,14 @@ def test_few_messages_are_not_sent_as_one_operation_of_all_ranks() -> None:
     assert last[0] == [["recv"], 5.0]
     for value in (*others, last):
         assert value[1] == [["all_to_all_v"], 40.0]
+
+
+@pytest.mark.parametrize("nodes", [None, [0, 1]])
+def test_a_message_between_two_hosts_is_no_operation_of_both_ranks(nodes: list[int] | None) -> None:
+    first, last = [result.value for result in run_ranks(few_partners, 2, args=[nodes], via="torch")]
+    kinds = [["send"], ["recv"]] if nodes else [["all_to_all_v"]] * 2
+    assert [first[0], last[0]] == [[kinds[0], None], [kinds[1], 5.0]]
+    assert first[1][0] == last[1][0] == ["all_to_all_v"]  # each of them sends and receives
 
 
 # -- memory and dtypes of later calls, and mistakes of one rank ---------------------------------------------

@@ -151,14 +151,15 @@ def _is_far_message(key: TableKey) -> bool:
 def _beside_computing(timings: Timings, spans: Mapping[str, Range]) -> tuple[Timings, Mapping[str, Range]]:
     """Leave out libraries that wait to be polled, where another one takes little longer for a message.
 
-    Both ends of a message choose alike, whether they wait for it or compute meanwhile. Libraries that are
-    left out at all larger sizes end at the eager limit, and not where the times of two sizes would cross.
+    Both ends of a message choose alike, whether they wait for it or compute meanwhile. The lower end of a
+    library's scatter counts: the rest is its threads' wait for a core, where ranks share cores. Libraries that
+    are left out at all larger sizes end at the eager limit, and not where the times of two sizes would cross.
     """
     found = dict(timings)
     for size, each in timings.items():
         threaded = {candidate: timing for candidate, timing in each.items() if not is_polled(candidate)}
         best = min(timing.p50 for timing in each.values())
-        if size > EAGER and any(timing.p50 <= _BESIDE * best for timing in threaded.values()):
+        if size > EAGER and any(timing.low <= _BESIDE * best for timing in threaded.values()):
             found[size] = threaded
     polled = {candidate for each in timings.values() for candidate in each if is_polled(candidate)}
     larger = [polled & found[size].keys() for size in found if size > EAGER]

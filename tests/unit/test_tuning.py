@@ -555,6 +555,16 @@ def test_large_messages_between_hosts_go_on_while_ranks_compute(nodes: int) -> N
     assert chosen == (["mpi", "mpi", "gloo", "mpi", "gloo"] if nodes == 2 else ["mpi"] * 5)
     assert rules[0] is not None
     assert rules[0].measured["gloo"][1 << 12] == 900
+    # scatter of a library's threads, which wait for a core
+    late = Timing(3e3, 6e3, 9e3, 2800, 1e4, 3)
+    samples[4:6] = [
+        replace(sample, timing=timing(400) if sample.candidate == "mpi" else late) for sample in samples[4:6]
+    ]
+    rule = build_table(request, samples, HERE, nodes).lookup(
+        Query("send", 1 << 17, "float32", 2, nodes, 2 // nodes)
+    )
+    assert rule is not None
+    assert rule.backend == ("gloo" if nodes == 2 else "mpi")
 
 
 def test_messages_change_the_library_at_the_eager_limit_and_give_a_reason_where_it_is_slower() -> None:

@@ -152,8 +152,8 @@ def _beside_computing(timings: Timings, spans: Mapping[str, Range]) -> tuple[Tim
     """Leave out libraries that wait to be polled, where another one takes little longer for a message.
 
     Both ends of a message choose alike, whether they wait for it or compute meanwhile. The lower end of a
-    library's scatter counts: the rest is its threads' wait for a core, where ranks share cores. Libraries that
-    are left out at all larger sizes end at the eager limit, and not where the times of two sizes would cross.
+    library's scatter counts: the rest is its threads' wait for a core, where ranks share cores. Libraries
+    that are left out at all larger sizes end at the eager limit, and not where two sizes' times would cross.
     """
     found = dict(timings)
     for size, each in timings.items():

@@ -211,7 +211,7 @@ class _PlanStep:
         """Yield kind, bytes, ranks and tag of the operations within a task, for which the rank waits."""
         plan, index = self.plan, task.block
         block = plan.blocks[index]
-        if plan.held[index] == "parameters":
+        if plan.held[index] == "parameters" and block.parameters:
             group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
             whole = round(parameter_share(plan, index, rank) * block.parameters)
             yield "all_gather", whole, group, "plan.parameters"

@@ -21,8 +21,9 @@ from mcr_plus.config.schema import Config
 from mcr_plus.errors import Unsupported
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.native import native
+from mcr_plus.plans.blocks import ModelBlock
 from mcr_plus.plans.codecs import transfer_codec
-from mcr_plus.plans.language import OUTSIDE, Held, PlanTask, TensorKey
+from mcr_plus.plans.language import OUTSIDE, BlockCut, Held, PlanTask, TensorKey
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
 from mcr_plus.plans.sums import complete, gradient_groups, in_buckets, peers
 from mcr_plus.tables import FOLDER as BUILTIN
@@ -99,6 +100,23 @@ def as_step(proved: ProvedPlan, overhead: float = OVERHEAD, *, gathers: bool = F
         ranks=proved.plan.ranks, nodes=1, model=proved.plan.profile.model, seconds=proved.ideal, spread=0.0,
         roles=roles,
     )  # fmt: skip
+
+
+def operations_within(
+    block: ModelBlock, cut: BlockCut, share: float, ranks: int
+) -> Iterator[tuple[str, int]]:
+    """Yield kind and bytes of the operations within a pass of a block that is cut in its parameters.
+
+    Bytes as in nccl-tests. Elements that parts exchange go to the ranks that compute with them, and back.
+    `share`: see `share_of`.
+    """
+    for name in cut.axes:
+        nbytes = round(share * block.axes[name].input)
+        if block.axes[name].how == "exchange":
+            yield from [("all_to_all", nbytes // ranks)] * 2
+        else:
+            kinds = ("all_reduce",) if cut.outside is None else ("all_gather", "reduce_scatter")
+            yield from ((kind, nbytes) for kind in kinds)
 
 
 class _PlanStep:
@@ -221,7 +239,5 @@ class _PlanStep:
             group = peers(plan, index, axis, rank)
             passes = 2 if task.kind == "B" and plan.recomputed[index] else 1
             share = share_of(self.proved.tensors, task, cut, group)
-            for name in [name for name in cut.axes for _ in range(passes)]:
-                nbytes = round(share * block.axes[name].input)
-                for kind in ("all_reduce",) if cut.outside is None else ("all_gather", "reduce_scatter"):
-                    yield kind, nbytes, group, "plan.sums"
+            for kind, nbytes in [*operations_within(block, cut, share, len(group))] * passes:
+                yield kind, nbytes, group, "plan.sums"

@@ -11,8 +11,8 @@ import numpy as np
 from mcr_plus.bucketing.scaling import CAPTURED
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.codecs import CodecChoice, transfer_codec
-from mcr_plus.plans.foretell import OVERHEAD, BestCosts
-from mcr_plus.plans.language import Held, PlanTask
+from mcr_plus.plans.foretell import OVERHEAD, BestCosts, operations_within
+from mcr_plus.plans.language import OUTSIDE, Held, PlanTask
 from mcr_plus.plans.memory import RankMemory
 from mcr_plus.plans.named import Schedule, inner_cuts, mesh
 from mcr_plus.plans.proof import ProvedPlan, seconds_of, share_of
@@ -52,7 +52,7 @@ class PlanChoice(NamedTuple):
 class _Measured(NamedTuple):
     """Times and bytes of each block on one rank, for one micro-batch; `again`: of its forward pass.
 
-    `within`: bytes of the sums within blocks, [blocks, sums].
+    `within`: kind and bytes of the operations within a pass.
     """
 
     seconds: Floats
@@ -65,7 +65,7 @@ class _Measured(NamedTuple):
     transient: Ints
     transient_again: Ints
     output: Ints
-    within: Ints
+    within: Sequence[Sequence[tuple[str, int]]]
 
 
 class SearchCosts:
@@ -124,7 +124,8 @@ class SearchCosts:
         holders = np.array([len(group) for group in alike])
         # Shards of a block that shares parameters with one on other ranks are no choice.
         shards = np.where((holders < 2) | shared, np.inf, 2 * gathers)
-        inner = self._within(one.within, range(tensor), outside)
+        group = range(tensor)
+        inner = np.array([2 * sum(self._time(*each, group) for each in block) for block in one.within])
         times = one.seconds + inner + sums / (micro + stages - 1)
         again = times + one.again + inner / 2
         fixed = one.gradients + one.parameters + one.state // (1 if held == "whole" else holders)
@@ -150,13 +151,6 @@ class SearchCosts:
             return 0.0
         return self.costs.of(kind, nbytes, group, CAPTURED).seconds + OVERHEAD
 
-    def _within(self, nbytes: Ints, group: range, outside: str | None) -> Floats:
-        """Return the seconds of the sums within blocks, of both passes; `nbytes`: [blocks, sums]."""
-        kinds = ("all_reduce",) if outside is None else ("all_gather", "reduce_scatter")
-        return np.array([
-            2 * sum(self._time(kind, int(n), group) for n in row for kind in kinds) for row in nbytes
-        ])  # fmt: skip
-
     def _measured(
         self, tensor: int, pieces: int, outside: str | None, tensor_blocks: tuple[int, ...]
     ) -> _Measured:
@@ -176,8 +170,7 @@ class SearchCosts:
         last, micro = tensor - 1, pieces - 1
         one = RankMemory(proved, last)
         rows = []
-        axes = ("heads", "hidden", "experts", "tables", "rows")
-        within = np.zeros((len(plan.blocks), len(axes)), np.int64)
+        within: list[list[tuple[str, int]]] = []
         for index, block in enumerate(plan.blocks):
             forward, backward = PlanTask(index, micro, 0, "F"), PlanTask(index, micro, 0, "B")
             both = [seconds_of(plan, proved.tensors, task, last) for task in (forward, backward)]
@@ -187,10 +180,13 @@ class SearchCosts:
             transient = one.transient(backward) + one.gradient(backward)
             fixed = held.fixed([index])
             rows.append((sum(both), both[0], kept, input_, *fixed, transient, transient + kept, output))
-            for cut in plan.cuts[index]:
-                for name in cut.axes if plan.how(index, cut) in ("sum", "exchange") else ():
-                    share = share_of(proved.tensors, forward, cut, range(tensor))
-                    within[index, axes.index(name)] = round(share * block.axes[name].input)
+            within.append([
+                operation
+                for cut in plan.cuts[index] if plan.how(index, cut) in OUTSIDE
+                for operation in operations_within(
+                    block, cut, share_of(proved.tensors, forward, cut, range(tensor)), tensor
+                )
+            ])  # fmt: skip
         seconds, again, *sizes = zip(*rows, strict=True)
         times = np.array(seconds), np.array(again)
         return _Measured._make([*times, *(np.array(each, np.int64) for each in sizes), within])

@@ -14,7 +14,7 @@ from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, Measured
 from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, Role, WaitEvent
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.errors import Unsupported
-from mcr_plus.plans.foretell import BestCosts, as_step, foretell
+from mcr_plus.plans.foretell import REDISTRIBUTION, BestCosts, as_step, foretell
 from mcr_plus.plans.named import co_shard, hybrid, schedule_steps
 from mcr_plus.plans.proof import prove
 from mcr_plus.tables.cost import TimeCurve
@@ -156,6 +156,17 @@ def test_sums_within_blocks_are_waited_for() -> None:
     blocks = [layer(number, forward=0.1, output=8 * MIB) for number in range(3)]
     proved = prove(hybrid(chain(blocks), 2, tensor=2, micro_batches=2))
     expected = 3 * (0.1 + 0.2) / 2 + 3 * 2 * (8 * MIB / RATE + 2 * ROUND)
+    assert foretell(proved, costs_of(2), overhead=0.0).step_s == pytest.approx(expected, rel=1e-6)
+
+
+def test_elements_for_experts_are_exchanged_and_return() -> None:
+    """Each pass has two all_to_alls; half of what each of two ranks has goes to the other one."""
+    block = layer(0, forward=0.1, output=8 * MIB)
+    axis = block.axes["heads"].model_copy(update={"how": "exchange", "input": 8 * MIB})
+    axes = {"batch": block.axes["batch"], "experts": axis}
+    proved = prove(hybrid(chain([block.model_copy(update={"axes": axes})]), 2, tensor=2))
+    moved = 2 * MIB / RATE + ROUND + REDISTRIBUTION
+    expected = (0.1 + 0.2) / 2 + 2 * 2 * moved
     assert foretell(proved, costs_of(2), overhead=0.0).step_s == pytest.approx(expected, rel=1e-6)
 
 

@@ -25,7 +25,7 @@ from mcr_plus.plans.blocks import ModelBlock
 from mcr_plus.plans.codecs import transfer_codec
 from mcr_plus.plans.language import OUTSIDE, BlockCut, Held, PlanTask, TensorKey
 from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
-from mcr_plus.plans.sums import complete, gradient_groups, in_buckets, peers
+from mcr_plus.plans.sums import complete, gradient_groups, in_buckets, peers, shared_groups
 from mcr_plus.tables import FOLDER as BUILTIN
 from mcr_plus.tables.scaling import Placement
 from mcr_plus.tables.table import load_table
@@ -128,14 +128,22 @@ class _PlanStep:
     @cached_property
     def sums(self) -> list[PlannedSum]:
         """Sums of gradients of all groups."""
-        times = complete(self.proved)
+        plan, times = self.plan, complete(self.proved)
+        users = plan.profile.users
         keyed: dict[tuple[tuple[int, ...], Held], list[PlannedSum]] = defaultdict(list)
-        for index, block in enumerate(self.plan.blocks):
-            for ranks in gradient_groups(self.plan, index, cut=True):
-                nbytes = round(parameter_share(self.plan, index, ranks[0]) * block.gradients)
+        for index, block in enumerate(plan.blocks):
+            tied = {name: size for name, size in block.params.items() if len(users[name]) > 1}
+            own = max(block.gradients - sum(tied.values()), 0)
+            sums = [
+                (ranks, [index], round(parameter_share(plan, index, ranks[0]) * own))
+                for ranks in gradient_groups(plan, index, cut=True)
+            ]
+            for name, size in tied.items() if block.gradients else ():
+                sums += [(ranks, users[name], size) for ranks in shared_groups(plan, users[name])]
+            for ranks, blocks, nbytes in sums:
                 if len(ranks) > 1 and nbytes:
-                    one = PlannedSum(ranks, times[index], nbytes, self.plan.held[index])
-                    keyed[one.ranks, one.held].append(one)
+                    one = PlannedSum(ranks, max(times[each] for each in blocks), nbytes, plan.held[index])
+                    keyed[ranks, one.held].append(one)
         made = [
             bucket[-1]._replace(nbytes=sum(each.nbytes for each in bucket))
             for members in keyed.values() for bucket in in_buckets(members)

@@ -151,6 +151,17 @@ def test_sums_of_gradients(ranks: int, seed: int) -> None:
     assert foretell(prove(plan), costs_of(ranks), overhead=0.0).step_s == pytest.approx(end, rel=1e-6)
 
 
+def test_gradients_of_a_parameter_in_two_stages_are_added_up_at_the_end() -> None:
+    blocks = [
+        layer(0, forward=0.1, output=0, params=3 * MIB),
+        layer(1, forward=0.1, output=0, shared=("b0.w",)),
+    ]
+    transfers, sums = 2 * ROUND, 3 * MIB / RATE + ROUND
+    proved = prove(hybrid(chain(blocks), 2, stages=2))
+    expected = 2 * (0.1 + 0.2) + transfers + sums
+    assert foretell(proved, costs_of(2), overhead=0.0).step_s == pytest.approx(expected, rel=1e-6)
+
+
 def test_sums_within_blocks_are_waited_for() -> None:
     """Megatron's sums: one of the output in the forward pass, one of the gradient in the backward pass."""
     blocks = [layer(number, forward=0.1, output=8 * MIB) for number in range(3)]

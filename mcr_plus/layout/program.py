@@ -336,11 +336,11 @@ class MessageCosts(NamedTuple):
     far_send: float = 120e-6
 
     def prefers_messages(self, messages: int, peers: int, across: bool) -> bool:
-        """Return True if `messages` sends and receives are faster than an all_to_all with `peers` peers.
+        """Return whether to send messages, at most `messages` a rank, or else an all_to_all of `peers` peers.
 
-        `across`: between nodes. Only latencies are compared: the bytes are the same. A single message between
-        nodes always is one: its sender may compute meanwhile, for which rules for `send` provide (decision
-        68), and no other rank needs to agree on it.
+        `across`: between nodes. Only latencies are compared: the bytes are the same. If the group
+        spans nodes and no rank has more than one, they are sent as such: their senders may compute meanwhile,
+        for which rules for `send` provide (decision 68), and no vote precedes them.
         """
         if across and messages == 1:
             return True

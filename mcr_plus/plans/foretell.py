@@ -34,7 +34,7 @@ OVERHEAD: Final = 500e-6
 """Seconds of a rank for an operation, beyond those of the library in a loop, and to begin a pass of blocks
 that run as one, through what is before them (Python 3.11, 3 GHz)."""
 REDISTRIBUTION: Final = 500e-6
-"""Seconds beyond those, if a redistribution within a task takes the place of a collective."""
+"""Seconds beyond those, if a redistribution or an exchange within a task takes the place of an all_reduce."""
 
 
 class BestCosts(ClusterCosts):
@@ -107,13 +107,14 @@ def operations_within(
 ) -> Iterator[tuple[str, int]]:
     """Yield kind and bytes of the operations within a pass of a block that is cut in its parameters.
 
-    Bytes as in nccl-tests. Elements that parts exchange go to the ranks that compute with them, and back.
-    `share`: see `share_of`.
+    Bytes as in nccl-tests. Of elements that parts exchange, each goes to one rank, and what that computes
+    comes back. `share`: see `share_of`.
     """
     for name in cut.axes:
         nbytes = round(share * block.axes[name].input)
         if block.axes[name].how == "exchange":
-            yield from [("all_to_all", nbytes // ranks)] * 2
+            back = round(share * block.output)
+            yield from (("all_to_all", each // ranks) for each in (nbytes, back))
         else:
             kinds = ("all_reduce",) if cut.outside is None else ("all_gather", "reduce_scatter")
             yield from ((kind, nbytes) for kind in kinds)
@@ -132,13 +133,16 @@ class _PlanStep:
         users = plan.profile.users
         keyed: dict[tuple[tuple[int, ...], Held], list[PlannedSum]] = defaultdict(list)
         for index, block in enumerate(plan.blocks):
-            tied = {name: size for name, size in block.params.items() if len(users[name]) > 1}
-            own = max(block.gradients - sum(tied.values()), 0)
+            trained = block.gradients / max(block.parameters, 1)
+            tied = {
+                name: round(trained * size) for name, size in block.params.items() if len(users[name]) > 1
+            }
+            own = block.gradients - sum(tied.values())
             sums = [
                 (ranks, [index], round(parameter_share(plan, index, ranks[0]) * own))
                 for ranks in gradient_groups(plan, index, cut=True)
             ]
-            for name, size in tied.items() if block.gradients else ():
+            for name, size in tied.items():
                 sums += [(ranks, users[name], size) for ranks in shared_groups(plan, users[name])]
             for ranks, blocks, nbytes in sums:
                 if len(ranks) > 1 and nbytes:
@@ -237,9 +241,15 @@ class _PlanStep:
         """Yield kind, bytes, ranks and tag of the operations within a task, for which the rank waits."""
         plan, index = self.plan, task.block
         block = plan.blocks[index]
-        if plan.held[index] == "parameters" and block.parameters:
+        users = plan.profile.users
+        firsts = {name: users[name][0] for name in block.names - block.params.keys()}
+        shared = sum(
+            plan.blocks[first].params[name]
+            for name, first in firsts.items() if plan.held[first] == "parameters"
+        )  # fmt: skip
+        whole = round(parameter_share(plan, index, rank) * block.parameters) + shared
+        if plan.held[index] == "parameters" and whole:
             group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
-            whole = round(parameter_share(plan, index, rank) * block.parameters)
             yield "all_gather", whole, group, "plan.parameters"
         for axis, cut in enumerate(plan.cuts[index]):
             if plan.how(index, cut) not in OUTSIDE or task.kind == "W":

@@ -151,8 +151,8 @@ def _is_far_message(key: TableKey) -> bool:
 def _beside_computing(timings: Timings, spans: Mapping[str, Range]) -> tuple[Timings, Mapping[str, Range]]:
     """Leave out libraries that wait to be polled, where another one takes little longer for a message.
 
-    Both ends of a message choose alike, whether they wait for it or compute meanwhile. The lower end of a
-    library's scatter counts: the rest is its threads' wait for a core, where ranks share cores. Libraries
+    Both ends of a message choose alike, whether they wait for it or compute meanwhile. The lower bound
+    of a library's median counts: its threads may have to wait for a core, where ranks share cores. Libraries
     that are left out at all larger sizes end at the eager limit, and not where two sizes' times would cross.
     """
     found = dict(timings)

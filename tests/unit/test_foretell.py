@@ -162,6 +162,24 @@ def test_gradients_of_a_parameter_in_two_stages_are_added_up_at_the_end() -> Non
     assert foretell(proved, costs_of(2), overhead=0.0).step_s == pytest.approx(expected, rel=1e-6)
 
 
+def gathered(**first: int) -> tuple[list[int], list[int]]:
+    """Return bytes of gathers and of sums of two ranks; the second block has the first one's parameter alone."""
+    tied = layer(1, params=0, shared=("b0.w",)).model_copy(update={"params": {}})
+    profile = chain([layer(0, params=3 * MIB, **first), tied])
+    held = hybrid(profile, 2, data=2, held="parameters")
+    sums = {"all_reduce", "reduce_scatter"}
+    events = [each for each in as_step(prove(held)).roles[0].events if isinstance(each, IssueEvent)]
+    return (
+        [each.nbytes for each in events if each.kind == "all_gather"],
+        [each.nbytes for each in events if each.kind in sums],
+    )
+
+
+def test_a_parameter_of_two_blocks_is_gathered_for_both_and_summed_once() -> None:
+    assert gathered() == ([3 * MIB] * 4, [3 * MIB])
+    assert gathered(gradients=0)[1] == []  # frozen
+
+
 def test_sums_within_blocks_are_waited_for() -> None:
     """Megatron's sums: one of the output in the forward pass, one of the gradient in the backward pass."""
     blocks = [layer(number, forward=0.1, output=8 * MIB) for number in range(3)]

@@ -163,7 +163,7 @@ def test_gradients_of_a_parameter_in_two_stages_are_added_up_at_the_end() -> Non
 
 
 def gathered(**first: int) -> tuple[list[int], list[int]]:
-    """Return bytes of gathers and of sums of two ranks; the second block has the first one's parameter alone."""
+    """Return bytes of gathers and of sums; the second block has the first one's parameter alone."""
     tied = layer(1, params=0, shared=("b0.w",)).model_copy(update={"params": {}})
     profile = chain([layer(0, params=3 * MIB, **first), tied])
     held = hybrid(profile, 2, data=2, held="parameters")

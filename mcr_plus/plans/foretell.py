@@ -24,7 +24,14 @@ from mcr_plus.layout.native import native
 from mcr_plus.plans.blocks import ModelBlock
 from mcr_plus.plans.codecs import transfer_codec
 from mcr_plus.plans.language import OUTSIDE, BlockCut, Held, PlanTask, TensorKey
-from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, parameter_share, seconds_of, share_of
+from mcr_plus.plans.proof import (
+    PlanTransfer,
+    ProvedPlan,
+    parameter_share,
+    seconds_of,
+    share_of,
+    shared_shards,
+)
 from mcr_plus.plans.sums import complete, gradient_groups, in_buckets, peers, shared_groups
 from mcr_plus.tables import FOLDER as BUILTIN
 from mcr_plus.tables.scaling import Placement
@@ -241,14 +248,10 @@ class _PlanStep:
         """Yield kind, bytes, ranks and tag of the operations within a task, for which the rank waits."""
         plan, index = self.plan, task.block
         block = plan.blocks[index]
-        users = plan.profile.users
-        firsts = {name: users[name][0] for name in block.names - block.params.keys()}
-        shared = sum(
-            plan.blocks[first].params[name]
-            for name, first in firsts.items() if plan.held[first] == "parameters"
-        )  # fmt: skip
-        whole = round(parameter_share(plan, index, rank) * block.parameters) + shared
-        if plan.held[index] == "parameters" and whole:
+        whole = shared_shards(plan, index)
+        if plan.held[index] == "parameters":
+            whole += round(parameter_share(plan, index, rank) * block.parameters)
+        if whole:
             group = next(ranks for ranks in gradient_groups(plan, index, cut=True) if rank in ranks)
             yield "all_gather", whole, group, "plan.parameters"
         for axis, cut in enumerate(plan.cuts[index]):

@@ -11,7 +11,15 @@ from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout.layout import Layout
 from mcr_plus.plans.language import ALONG_DATA, PlanTask, TensorKey
-from mcr_plus.plans.proof import PlanTransfer, ProvedPlan, is_local, own_parts, share_along, work_share
+from mcr_plus.plans.proof import (
+    PlanTransfer,
+    ProvedPlan,
+    is_local,
+    own_parts,
+    share_along,
+    shared_shards,
+    work_share,
+)
 from mcr_plus.plans.sums import gradient_groups
 from mcr_plus.plans.tensors import End
 
@@ -56,7 +64,6 @@ class RankMemory:
     def __init__(self, proved: ProvedPlan, rank: int) -> None:
         self.proved, self.plan, self.rank = proved, proved.plan, rank
         self.blocks = [block for block, places in enumerate(self.plan.places) if rank in places]
-        self._users = self.plan.profile.users
 
     def use(self) -> MemoryUse:
         """Run through the tasks in order."""
@@ -161,10 +168,7 @@ class RankMemory:
                 need += self.kept(task, one=True)
         if plan.held[index] == "parameters":
             need += self._share(index, "params")
-        for name in block.names - block.params.keys():  # shared ones, as the first block holds them
-            first = self._users[name][0]
-            need += plan.blocks[first].params[name] * (plan.held[first] == "parameters")
-        return round(need)
+        return round(need) + shared_shards(plan, index)
 
     def gradient(self, task: PlanTask) -> int:
         """Return the bytes of the gradient of a block's output, if it comes from other ranks."""

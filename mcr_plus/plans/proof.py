@@ -389,6 +389,13 @@ def work_share(plan: ModelPlan, tensors: PlanTensors, task: PlanTask, rank: int)
     return share * parameter_share(plan, task.block, rank, outside=False)
 
 
+def shared_shards(plan: ModelPlan, block: int) -> int:
+    """Return the bytes of parameters in shards that a block uses, and an earlier block holds."""
+    one, users = plan.blocks[block], plan.profile.users
+    firsts = ((name, users[name][0]) for name in one.names - one.params.keys())
+    return sum(plan.blocks[at].params[name] for name, at in firsts if plan.held[at] == "parameters")
+
+
 def parameter_share(plan: ModelPlan, block: int, rank: int, *, outside: bool = True) -> float:
     """Return the share of a block's parameters that a rank's parts use.
 

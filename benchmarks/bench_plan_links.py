@@ -4,11 +4,11 @@
 
 A transformer in three stages on three hosts (network namespaces), whose links carry 10, 100 and 1000 Mbit/s:
 without codecs, with each codec on all links, and with codecs that `choose_codecs` picks for each link out of
-several. All messages go over gloo. The ways take turns step by step. *Loss*: from a model that was trained
-500 steps without codecs, 200 steps whose learning rate falls to 0, on the same batches; the mean of the last
-half, beside that without codecs. Each way is trained in one process, which rounds what goes between stages
-as the codecs do. From the random start, losses differ by several per cent for any rounding, for hundreds of
-steps.
+several. First and last stage share the embedding, and add up its gradient, by a codec too. All messages go
+over gloo. The ways take turns step by step. *Loss*: from a model that was trained 500 steps without codecs,
+200 steps whose learning rate falls to 0, on the same batches, on one host; the mean of the last half, beside
+that without codecs. From the random start, losses differ by several per cent for any rounding, for hundreds
+of steps.
 The report goes to benchmarks/results/plan-links_<hardware>_<yyyymm>.md.
 """
 
@@ -18,7 +18,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -30,24 +29,24 @@ import typer
 from harness import HARDWARE, ROOT, Dated, Hardware
 from hosts import need_hosts
 from racks import Racks
-from torch import nn
 
 import mcr_plus as mcr
-from mcr_plus.core.environment import cores
 from mcr_plus.plans.blocks import Profile
-from mcr_plus.plans.codecs import CodecChoice, transfer_codec
+from mcr_plus.plans.codecs import CodecChoice
 from mcr_plus.plans.foretell import cluster_costs, foretell
+from mcr_plus.plans.language import ModelPlan
 from mcr_plus.plans.links import measure_links
 from mcr_plus.plans.named import hybrid
 from mcr_plus.plans.proof import prove
-from mcr_plus.plans.run import parallelize
+from mcr_plus.plans.run import ParallelModel, parallelize
 from mcr_plus.plans.search import choose_codecs
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
 from corpus import read_corpus
-from transformer import Fed, LanguageModel, Losses, Shape
+from transformer import LanguageModel, Losses, Shape
 
 SHAPE: Final = Shape(layers=3, hidden=128, heads=4, sequence=64)
+CONFIG: Final = {"version": 1, "backends": ["gloo"]}
 BATCH: Final = 16
 MICRO_BATCHES: Final = 8
 RATES: Final = ("10mbit", "100mbit", "1000mbit")
@@ -64,6 +63,9 @@ ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+Job = tuple[ParallelModel, torch.optim.Optimizer]
+
+
 def model() -> LanguageModel:
     made = LanguageModel(SHAPE, 0)
     made.bytes.weight.mcr_shared = True  # type: ignore[attr-defined]
@@ -74,120 +76,80 @@ def text(losses: Losses) -> torch.Tensor:
     return losses.text
 
 
-class Channel:
-    """Rounds micro-batches as a codec does that sends them one after another."""
-
-    def __init__(self, choice: CodecChoice) -> None:
-        self.codec = transfer_codec(choice, "float32").codec
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self._sent(each) for each in x.chunk(MICRO_BATCHES)])
-
-    def _sent(self, x: torch.Tensor) -> torch.Tensor:
-        sent = torch.empty_like(x, memory_format=torch.contiguous_format)
-        wire = torch.empty(self.codec.wire_numel(x.numel()), dtype=self.codec.wire_dtype)
-        self.codec.encode(x.flatten(), wire)
-        self.codec.decode(wire, sent.view(-1))
-        return sent
+def made_by(profile: Profile, ways: Mapping[str, Mapping[int, CodecChoice]]) -> dict[str, Job]:
+    """Pipelines with the codecs of each way, by `ModelPlan.codecs`."""
+    jobs: dict[str, Job] = {}
+    for name, codecs in ways.items():
+        part, plan = model(), planned(profile)
+        plan.codecs = {int(tensor): codec for tensor, codec in codecs.items()}  # keys of JSON are text
+        optimizer = torch.optim.AdamW(part.parameters(), lr=RATE)
+        jobs[name] = parallelize(part, optimizer, plan, loss=text), optimizer
+    return jobs
 
 
-class Sent(torch.autograd.Function):
-    """Sends values, and their gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, channel: Channel) -> torch.Tensor:
-        ctx.channel = channel
-        return channel(x)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: torch.Tensor) -> Any:
-        return ctx.channel(dy[0]), None
+def planned(profile: Profile) -> ModelPlan:
+    stages = len(RATES)
+    return hybrid(profile, stages, stages=stages, micro_batches=MICRO_BATCHES)
 
 
-def sent(channel: Channel, _module: nn.Module, _inputs: Any, fed: Fed) -> Fed:
-    return fed._replace(output=Sent.apply(fed.output, channel))  # type: ignore[no-untyped-call]
+def profiled(comm: mcr.Communicator, batch: torch.Tensor) -> Profile:
+    own = None
+    if comm.rank == 0:
+        whole = model()
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE)
+        own = mcr.profile(whole, batch, optimizer=optimizer, loss=text).model_dump_json()
+    return Profile.model_validate_json(mcr.broadcast_object(own, 0))
 
 
-def trained(
-    codecs: Mapping[str, CodecChoice], steps: range, begin: Mapping[str, Any] | None = None
-) -> tuple[list[float], dict[str, Any]]:
-    """The losses of the steps in one process, with codecs after some blocks, and the state at the end.
-
-    From `begin` on, the learning rate falls to 0.
-    """
-    made, corpus = model(), read_corpus(None, SHAPE.sequence, 0)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=RATE)
-    if begin is not None:
-        made.load_state_dict(begin["model"])
-        optimizer.load_state_dict(deepcopy(begin["optimizer"]))
-    for name, choice in codecs.items():
-        made.get_submodule(name).register_forward_hook(partial(sent, Channel(choice)))
-    losses = []
-    for number, step in enumerate(steps):
-        if begin is not None:
-            optimizer.param_groups[0]["lr"] = RATE * (1 - number / len(steps))
-        optimizer.zero_grad()
-        loss = made(corpus.windows(step, 0, BATCH)).text
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {"model": made.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def losses_on_rank(ways: Mapping[str, Mapping[str, CodecChoice]], steps: int) -> Any:
-    """The loss of each way at the end, on rank 0. The ranks share the ways."""
+def losses_on_rank(ways: Mapping[str, Mapping[int, CodecChoice]], steps: int) -> Any:
+    """The loss of each way at the end, on rank 0; after the same steps without codecs."""
     torch.set_num_threads(1)
-    with mcr.init(timeout=3600) as comm:
-        _, begin = trained({}, range(BEFORE))
-        own = {}
-        for name in list(ways)[comm.rank :: comm.size]:
-            losses, _ = trained(ways[name], range(BEFORE, BEFORE + steps), begin)
-            own[name] = mean(losses[-(steps // 2) :])
-        found = {name: loss for part in mcr.all_gather_object(own) for name, loss in part.items()}
+    with mcr.init(CONFIG, timeout=120) as comm:
+        corpus = read_corpus(None, SHAPE.sequence, 0)
+        profile = profiled(comm, corpus.windows(0, 0, BATCH))
+        ((first, optimizer),) = made_by(profile, {"none": {}}).values()
+        for step in range(BEFORE):
+            first.step(corpus.windows(step, 0, BATCH))
+            optimizer.step()
+        begin = mcr.broadcast_object((first.state_dict(), first.optimizer_state_dict()), 0)
+        found = {}
+        for name, (parallel, optimizer) in made_by(profile, ways).items():
+            parallel.load_state_dict(deepcopy(begin[0]))
+            parallel.load_optimizer_state_dict(deepcopy(begin[1]))
+            losses = []
+            for number, step in enumerate(range(BEFORE, BEFORE + steps)):
+                optimizer.param_groups[0]["lr"] = RATE * (1 - number / steps)
+                losses.append(float(parallel.step(corpus.windows(step, 0, BATCH))))
+                optimizer.step()
+            found[name] = mean(losses[-(steps // 2) :])
     return None if comm.rank else found
 
 
 def on_rank(steps: int) -> Any:
-    """Of each way its name, codecs by block, foretold seconds and seconds, on rank 0."""
+    """Of each way its name, codecs, foretold seconds and seconds, on rank 0; and names of blocks."""
     torch.set_num_threads(1)
-    config = {"version": 1, "backends": ["gloo"]}
-    with mcr.init(config, timeout=120) as comm:
+    with mcr.init(CONFIG, timeout=120) as comm:
         corpus = read_corpus(None, SHAPE.sequence, 0)
-        whole = model()
-        own = None
-        if comm.rank == 0:
-            optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-            own = mcr.profile(
-                whole, corpus.windows(0, 0, BATCH), optimizer=optimizer, loss=text
-            ).model_dump_json()
-        profile = Profile.model_validate_json(mcr.broadcast_object(own, 0))
+        profile = profiled(comm, corpus.windows(0, 0, BATCH))
         cluster = measure_links()
         nic = cluster.links.nic
         assert nic is not None
-        ways: dict[str, Any] = {"none": []}
-        ways |= CODECS
-        ways |= {name: [CODECS[each] for each in names] for name, names in ALLOWED.items()}
-        jobs = {}
-        for name, way in ways.items():
-            proved = prove(hybrid(profile, comm.size, stages=comm.size, micro_batches=MICRO_BATCHES))
-            costs = cluster_costs(cluster)
-            if isinstance(way, list):
-                choose_codecs(proved, costs, way)
-            else:
-                proved.plan.compress(..., way)
-            part = model()
-            optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
-            parallel = parallelize(part, optimizer, proved.plan, loss=text)
-            moved = sorted({each.tensor for each in proved.transfers})
-            codecs = {
-                parallel.plan.blocks[each - 1].name: parallel.plan.codecs[each]
-                for each in moved
-                if each in parallel.plan.codecs
-            }
-            jobs[name] = parallel, optimizer, codecs, foretell(proved, costs).step_s
+        proved, costs = prove(planned(profile)), cluster_costs(cluster)
+        moved = sorted({0, *(each.tensor for each in proved.transfers)})
+        ways: dict[str, dict[int, CodecChoice]] = {"none": {}}
+        ways |= {name: dict.fromkeys(moved, way) for name, way in CODECS.items()}
+        for name, names in ALLOWED.items():
+            choose_codecs(proved, costs, [CODECS[each] for each in names])
+            ways[name] = dict(proved.plan.codecs)
+        said = {}
+        for name, codecs in ways.items():
+            proved.plan.codecs = codecs
+            said[name] = foretell(proved, costs).step_s
+        ways = mcr.broadcast_object(ways, 0)  # choices depend on measured codecs
+        jobs = made_by(profile, ways)
         times: dict[str, list[float]] = {name: [] for name in jobs}
         for step in range(steps):
-            for name, (parallel, optimizer, *_) in jobs.items():
+            for name, (parallel, optimizer) in jobs.items():
                 mcr.barrier()
                 begin = perf_counter()
                 parallel.step(corpus.windows(step, 0, BATCH))
@@ -195,8 +157,9 @@ def on_rank(steps: int) -> Any:
                 optimizer.step()
     if comm.rank:
         return None
-    rows = [(name, codecs, said, times[name]) for name, (_, _, codecs, said) in jobs.items()]
-    return {"rates": [8e-6 * rate for rate in nic.rates], "rows": rows}
+    rows = [(name, codecs, said[name], times[name]) for name, codecs in ways.items()]
+    blocks = [block.name for block in profile.blocks]
+    return {"rates": [8e-6 * rate for rate in nic.rates], "rows": rows, "blocks": blocks}
 
 
 def main(
@@ -213,11 +176,14 @@ def main(
         harness.write_json(done, kept)
     rows = done["rows"]
     ways = {name: codecs for name, codecs, *_ in rows}
-    loss = harness.on_ranks(harness.here(cores()), losses_on_rank, ways, losses)
+    loss = harness.on_ranks(harness.here(len(RATES)), losses_on_rank, ways, losses)
     seconds = {name: median(times) for name, _, _, times in rows}
     lines = []
-    for name, codecs, said, _ in rows:
-        chosen = "; ".join(f"{block}: {named_codec(codec)}" for block, codec in codecs.items())
+    for name, _, said, _ in rows:
+        chosen = "; ".join(
+            f"{done['blocks'][int(tensor) - 1] if int(tensor) else 'sums of gradients'}: {named_codec(codec)}"
+            for tensor, codec in ways[name].items()
+        )
         lines.append(
             (
                 name, chosen if name in ALLOWED else "", f"{1e3 * said:.0f}", f"{1e3 * seconds[name]:.0f}",

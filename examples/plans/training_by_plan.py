@@ -143,7 +143,11 @@ def _report(
     )
     if plan.codecs:
         print(
-            "codecs: " + ", ".join(f"{plan.blocks[t - 1].name}: {codec}" for t, codec in plan.codecs.items())
+            "codecs: "
+            + ", ".join(
+                f"{plan.blocks[t - 1].name if t else 'sums of gradients'}: {codec}"
+                for t, codec in plan.codecs.items()
+            )
         )
     print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps")
     print(f"passes of a step: foretold {1e3 * foretold:.1f} ms, measured {1e3 * measured:.1f} ms")

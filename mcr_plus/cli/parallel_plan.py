@@ -150,5 +150,7 @@ def _print(result: SearchResult) -> None:
         codec = best.plan.plan.codecs.get(stage.stop) if best.allowed else None
         more += f"; to the next one with {codec}" if codec is not None else ""
         typer.echo(f"stage {number}: {' to '.join(dict.fromkeys(names))}{more}")
+    if best.allowed and (codec := best.plan.plan.codecs.get(0)) is not None:
+        typer.echo(f"sums of gradients with {codec}")
     if whole := [block.name for block in best.profile.blocks if "batch" not in block.axes]:
         typer.echo(f"no data parallelism or micro-batches: {', '.join(whole)} cannot be cut along `batch`")

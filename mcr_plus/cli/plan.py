@@ -33,7 +33,7 @@ def plan(
     ] = None,
     codec: Annotated[
         list[str] | None,
-        typer.Option(help="With --parallel: allowed between stages, as bf16 or '{codec: topk, ratio: 0.1}'."),
+        typer.Option(help="With --parallel: allowed between ranks, as bf16 or '{codec: topk, ratio: 0.1}'."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Pipeline YAML; its table has costs.")

@@ -22,7 +22,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.native import native
 from mcr_plus.plans.blocks import ModelBlock
-from mcr_plus.plans.codecs import transfer_codec
+from mcr_plus.plans.codecs import TransferCodec, transfer_codec
 from mcr_plus.plans.language import OUTSIDE, BlockCut, Held, PlanTask, TensorKey
 from mcr_plus.plans.proof import (
     PlanTransfer,
@@ -180,7 +180,12 @@ class _PlanStep:
                     waits.append(issue.id)
             elif isinstance(item, PlannedSum):
                 kind = "all_reduce" if item.held == "whole" else "reduce_scatter"
-                yield self._issue(kind, item.nbytes, item.ranks, "plan.gradients", item)
+                codec = self._codec(0)
+                if codec is not None:
+                    seconds = item.nbytes / codec.itemsize * (codec.encode + codec.decode)
+                    yield ComputeEvent("encode and decode", seconds)
+                nbytes = item.nbytes if codec is None else codec.wire(item.nbytes)
+                yield self._issue(kind, nbytes, item.ranks, "plan.gradients", item)
                 waits.append(self.ids[item])
             else:
                 if item.needs in moving:
@@ -209,14 +214,18 @@ class _PlanStep:
         # Bytes as in nccl-tests: all that a rank gathers, or has before.
         locals_ = (each.needed if kind in ("all_gather", "broadcast", "send") else each.made).locals
         nbytes = item * max(int(np.prod(shape)) for shape in locals_.values())
-        if each.tensor in self.plan.codecs:
-            nbytes = transfer_codec(self.plan.codecs[each.tensor], block.dtype).wire(nbytes)
+        codec = self._codec(each.tensor)
+        nbytes = nbytes if codec is None else codec.wire(nbytes)
         return self._issue(kind, nbytes, each.ranks, each.tag, each[:4])
+
+    def _codec(self, tensor: int) -> TransferCodec | None:
+        choice = self.plan.codecs.get(tensor)
+        return None if choice is None else transfer_codec(choice, self.plan.blocks[tensor - 1].dtype)
 
     def _coding(self, tensor: int, layout: Layout, rank: int, *, encodes: bool) -> Iterator[Event]:
         """Yield the time to encode or decode a rank's part of a transfer."""
-        if tensor in self.plan.codecs:
-            codec = transfer_codec(self.plan.codecs[tensor], self.plan.blocks[tensor - 1].dtype)
+        codec = self._codec(tensor)
+        if codec is not None:
             seconds = int(np.prod(layout.locals[rank])) * (codec.encode if encodes else codec.decode)
             yield ComputeEvent("encode" if encodes else "decode", seconds)
 

@@ -109,6 +109,7 @@ class ModelPlan:
         places: for each block the ranks [micro-batches, slices, *parts]; -1 is none.
         orders: tasks of each rank, in order; a rank without an entry runs them in `default_order`.
         codecs: of tensors between ranks, by their numbers: that of a block's output is the block's plus 1.
+            That of 0, the batch, is the codec of sums of parameters' gradients.
         befores: pairs of tasks; in the order of all ranks, the first ends before the second begins.
 
     Raises:
@@ -217,13 +218,15 @@ class ModelPlan:
         for index in self.indices(blocks):
             self.held[index] = held
 
-    def compress(self, blocks: Blocks, codec: CodecChoice) -> None:
+    def compress(self, blocks: Blocks | Literal["sums"], codec: CodecChoice) -> None:
         """Compress the outputs of blocks and their gradients, where they go to other ranks; see `codecs`.
+
+        `"sums"`: the gradients of parameters, where ranks add them up.
 
         Raises:
             InvalidArgument: see `payload_codec`.
         """
-        for index in self.indices(blocks):
+        for index in [-1] if isinstance(blocks, str) and blocks == "sums" else self.indices(blocks):
             payload_codec(codec, self.profile.blocks[index].dtype)
             self.codecs[index + 1] = codec
 

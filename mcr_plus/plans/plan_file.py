@@ -78,7 +78,7 @@ class SavedModelPlan(StrictModel):
         plan.orders = {rank: [_task(text) for text in order] for rank, order in self.orders.items()}
         plan.befores = [(_task(first), _task(second)) for first, second in self.befores]
         for tensor, codec in self.codecs.items():
-            plan.compress(tensor - 1, codec)
+            plan.compress(tensor - 1 if tensor else "sums", codec)
         if sorted(plan.orders) != list(range(self.ranks)):
             raise InvalidArgument(f"plan: expected the orders of its {self.ranks} ranks")
         check_tasks(plan)

@@ -152,7 +152,8 @@ class ParallelModel:
         self.group_names = [[own[param] for param in params if param in own] for params in given]
         self.optimizer = optimizer
         self.copies: dict[int, int] | None = None
-        self.buckets = sums.make_buckets(self._own(old, new, groups), self._groups.gradients)
+        own_params = self._own(old, new, groups)
+        self.buckets = sums.make_buckets(own_params, self._groups.gradients, self.plan.codecs.get(0))
         self._optimize(optimizer)
         self._program = list(self._compiled())
         self._made: dict[TensorKey, Tensor] = {}

@@ -120,7 +120,8 @@ def search(
     Args:
         ranks: their number. costs: of operations, with the topology. memory: bytes of a rank; None: no bound.
         best: number of plans to return. micro_batches: numbers to try; None: powers of two.
-        codecs: allowed for tensors between stages of up to 64 ranks; see `choose_codecs`.
+        codecs: allowed for tensors between stages, and sums of gradients, of up to 64 ranks; see
+            `choose_codecs`.
 
     Raises:
         InvalidArgument: no plan has so little memory, and the text says how much more has one; the topology,
@@ -181,7 +182,8 @@ def _step(found: FoundModelPlan) -> float:
 def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[CodecChoice]) -> None:
     """Give each tensor between ranks the mildest codec with which a step takes about as long as with any.
 
-    Codecs that would make replicas differ are left out (`codecs.can_encode`).
+    Also the sums of gradients, which have one codec together. Codecs that would make replicas differ are left
+    out (`codecs.can_encode`).
 
     So slow links get strong codecs, and links for which the step does not wait get none: the ratio by link of
     AdaTopK (FusionLLM; Tang et al. 2024, arXiv 2410.12707), with the simulated step in place of a formula.
@@ -202,6 +204,7 @@ def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[Cod
         tensor: [choice for number, choice in enumerate(allowed) if (tensor, number) not in refused]
         for tensor in sorted({each.tensor for each in proved.transfers})
     }
+    usable[0] = list(allowed)
     moved = [tensor for tensor, choices in usable.items() if choices]
 
     def choices(tensor: int) -> list[CodecChoice | None]:

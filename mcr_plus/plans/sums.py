@@ -17,6 +17,7 @@ from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.job.init import world
 from mcr_plus.layout.regions import as_ints
 from mcr_plus.plans.checkpoint import boxes_of
+from mcr_plus.plans.codecs import CodecChoice, is_fed_back
 from mcr_plus.plans.language import ALONG_DATA, Held, ModelPlan
 
 if TYPE_CHECKING:
@@ -123,12 +124,13 @@ class GradientBucket:
         params: of one dtype and device. Their gradients become views of one tensor; with shards, they too.
         comm: the ranks that add up; None if it is this rank alone.
         time: position in the order of all ranks.
-        held: as in `ModelPlan`. group: index of theirs in the optimizer.
+        held: as in `ModelPlan`. group: index of theirs in the optimizer. codec: of the sums.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], comm: Communicator | None, time: float, held: Held, group: int
-    ) -> None:
+        self, params: Sequence[nn.Parameter], comm: Communicator | None, time: float, held: Held, group: int,
+        codec: CodecChoice | None = None,
+    ) -> None:  # fmt: skip
         self.params, self.comm, self.time, self.group = list(params), comm, time, group
         self.held: Held = "whole" if comm is None else held
         sizes = [param.numel() for param in params]
@@ -138,6 +140,8 @@ class GradientBucket:
         self.gradients = like.new_zeros(self.padded)
         self._views = self.views(self.gradients)
         self.work: Work | None = None
+        # Residuals belong to a tag.
+        self._options: Any = {"tag": f"{_TAG}.{time:g}" if is_fed_back(codec) else _TAG, "compress": codec}
         if self.held != "whole":
             self._flatten(like)
 
@@ -193,10 +197,10 @@ class GradientBucket:
         if self.comm is None:
             return
         if self.held == "whole":
-            self.work = self.comm.all_reduce(self.gradients, async_op=True, tag=_TAG)
+            self.work = self.comm.all_reduce(self.gradients, async_op=True, **self._options)
         else:
             own = self.own(self.gradients)
-            self.work = self.comm.reduce_scatter_tensor(own, self.gradients, async_op=True, tag=_TAG)
+            self.work = self.comm.reduce_scatter_tensor(own, self.gradients, async_op=True, **self._options)
 
     def wait(self) -> None:
         """Wait for the sums."""
@@ -232,14 +236,16 @@ class GradientBucket:
 
 
 def make_buckets(
-    own: Sequence[OwnParameter], comms: Mapping[tuple[int, ...], Communicator]
+    own: Sequence[OwnParameter], comms: Mapping[tuple[int, ...], Communicator], codec: CodecChoice | None
 ) -> list[GradientBucket]:
     """Return the buckets of this rank's parameters, alike on all ranks of a group; in the order of time."""
     keyed: dict[Any, list[OwnParameter]] = defaultdict(list)
     for each in own:
         keyed[each.ranks, each.held, each.group, each.param.dtype, each.param.device].append(each)
     found = [
-        (ranks, GradientBucket([one.param for one in bucket], comms.get(ranks), bucket[-1].time, held, group))
+        (ranks, GradientBucket(
+            [one.param for one in bucket], comms.get(ranks), bucket[-1].time, held, group, codec
+        ))
         for (ranks, held, group, *_), members in keyed.items() for bucket in in_buckets(members)
     ]  # fmt: skip
     return [bucket for _, bucket in sorted(found, key=lambda pair: (pair[1].time, pair[0]))]

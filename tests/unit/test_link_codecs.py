@@ -74,6 +74,22 @@ def test_an_idle_link_is_left_alone() -> None:
     assert proved.plan.codecs == {}
 
 
+def test_sums_of_gradients_have_a_codec_over_a_slow_link() -> None:
+    """A codec saves the time of its bytes over 10 Mbit/s; none is needed over 100 Gbit/s."""
+    profile = chain([layer(0, params=1 << 22)])
+    proved = prove(hybrid(profile, 2, data=2))
+    steps = {}
+    for rate, found in (("10Mbit/s", {0: MILDEST[-1]}), ("100Gbit/s", {})):
+        costs = unlike([rate] * 2)
+        choose_codecs(proved, costs, ALLOWED)
+        assert proved.plan.codecs == found
+        for number, codec in enumerate(MILDEST):
+            proved.plan.codecs = {} if codec is None else {0: codec}
+            steps[rate, number] = foretell(proved, costs).step_s
+    saved = (1 << 22) - transfer_codec("int8_block", "float32").wire(1 << 22)
+    assert steps["10Mbit/s", 0] - steps["10Mbit/s", 2] == pytest.approx(saved * 8 / 10e6, rel=0.01)
+
+
 def test_a_message_takes_the_time_of_the_slower_of_two_links() -> None:
     costs = unlike(["100Mbit/s", "10Mbit/s", "1Gbit/s"])
     nbytes = 10_000_000

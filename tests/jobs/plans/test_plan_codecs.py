@@ -8,9 +8,11 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mcr_plus as mcr
 from mcr_plus.plans.named import hybrid
+from mcr_plus.plans.plan_file import SavedModelPlan, plan_text
 
 WIDTH, ITEMS, STEPS, MICRO_BATCHES = 12, 10, 4, 2
 
@@ -101,3 +103,41 @@ def test_the_transfers_that_a_plan_names_are_compressed(compressed: dict[int, An
     for result in run_ranks(trained, 3, args=[compressed]):
         assert result.value == pytest.approx(expected, rel=1e-6)
         assert result.value != pytest.approx(one_process({}), rel=1e-6)
+
+
+def summed(held: Any, codec: Any) -> list[list[float]]:
+    """Return the parameters after each step on two ranks, by a plan that went through a file."""
+    with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
+        model, loss = layers(), nn.functional.mse_loss
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        profile = mcr.profile(model, batch(0), optimizer=optimizer, loss=loss, repeats=1)
+        plan = hybrid(profile, comm.size, data=comm.size)
+        plan.hold(..., held)
+        plan.compress("sums", codec)
+        plan = SavedModelPlan.model_validate_json(plan_text(plan)).plan(profile)
+        parallel = mcr.parallelize(model, optimizer, plan, loss=loss)
+        found = []
+        for step in range(STEPS):
+            parallel.step(batch(step))
+            optimizer.step()
+            found.append(parameters_to_vector(parallel.parameters().values()).tolist())
+        return found
+
+
+@pytest.mark.parametrize(
+    ("held", "codec"), [("whole", "bf16"), ("whole", FEEDBACK), ("optimizer", "bf16")], ids=str
+)
+def test_sums_of_gradients_are_compressed(held: str, codec: Any) -> None:
+    """Each of two ranks rounds the gradient of its half of the batch, and the sum is rounded, too."""
+    model, channels = layers(), [Channel(codec is FEEDBACK) for _ in range(2)]
+    results = [each.value for each in run_ranks(summed, 2, args=[held, codec])]
+    params = list(model.parameters())
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for channel, x, y in zip(channels, *(each.chunk(2) for each in batch(step)), strict=True):
+            own = torch.autograd.grad(nn.functional.mse_loss(model(x), y) / 2, params)
+            total = total + channel(parameters_to_vector(own))
+        expected = parameters_to_vector(params).detach() - 0.5 * total.bfloat16().float()
+        vector_to_parameters(expected, params)
+        for found in results:
+            torch.testing.assert_close(torch.tensor(found[step]), expected, rtol=1e-6, atol=1e-6)

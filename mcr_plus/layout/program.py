@@ -338,11 +338,11 @@ class MessageCosts(NamedTuple):
     def prefers_messages(self, messages: int, peers: int, across: bool) -> bool:
         """Return whether to send messages, at most `messages` a rank, or else an all_to_all of `peers` peers.
 
-        `across`: between nodes. Only latencies are compared: the bytes are the same. If the group
-        spans nodes and no rank has more than one, they are sent as such: their senders may compute meanwhile,
-        for which rules for `send` provide (decision 68), and no vote precedes them.
+        `across`: between nodes. Only latencies are compared: the bytes are the same. If no rank has more than
+        one, they are sent as such: senders may compute meanwhile, for which the libraries of messages provide
+        (decision 68), and no vote precedes them.
         """
-        if across and messages == 1:
+        if messages == 1:
             return True
         send, part = (self.far_send, self.far_message) if across else (self.send, self.message)
         return messages * send < peers * part

@@ -339,8 +339,8 @@ class MessageCosts(NamedTuple):
         """Return whether to send messages, at most `messages` a rank, or else an all_to_all of `peers` peers.
 
         `across`: between nodes. Only latencies are compared: the bytes are the same. If no rank has more than
-        one, they are sent as such: senders may compute meanwhile, for which the libraries of messages provide
-        (decision 68), and no vote precedes them.
+        one, they are sent as such: their senders may compute meanwhile (decision 68), and no vote precedes
+        them.
         """
         if messages == 1:
             return True

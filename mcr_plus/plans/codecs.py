@@ -1,4 +1,4 @@
-"""Codecs of a plan's transfers, and their times."""
+"""Codecs of a plan's transfers and sums, and their times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from mcr_plus.compression.codec import PayloadCodec
 from mcr_plus.compression.options import codec_of
 from mcr_plus.compression.policy import options_from_call, refusal_of_any_shape
+from mcr_plus.compression.scheme_bytes import as_all_reduces, wire_bytes
+from mcr_plus.compression.schemes import GatherReduce, scheme_of
 from mcr_plus.compression.stage import prepare
 from mcr_plus.config.document import parse_document
 from mcr_plus.config.options import stage_options
@@ -25,6 +27,7 @@ from mcr_plus.layout.program import programs
 from mcr_plus.layout.regions import Ints, as_ints
 
 if TYPE_CHECKING:
+    from mcr_plus.core.kinds import Kind, ReduceOp, Sums
     from mcr_plus.plans.proof import ProvedPlan
 
 _VALUES: Final = 1 << 18  # to measure a codec
@@ -57,16 +60,27 @@ def parse_codec(text: str) -> CodecChoice:
     return data
 
 
-def payload_codec(choice: CodecChoice, dtype: str) -> PayloadCodec:
-    """Return a codec for transfers of a dtype.
+def payload_codec(choice: CodecChoice, dtype: str, sums: Sums | None = None) -> PayloadCodec:
+    """Return a codec for transfers of a dtype; for sums of gradients, if the order of additions is given.
 
     Raises:
         InvalidArgument: it is unknown, or its options are; it does not take the dtype, or its payloads have
             no fixed size.
     """
     compress = frozen(choice) if isinstance(choice, Mapping) else choice
+    kind: Kind = "all_to_all_v" if sums is None else "all_reduce"
+    op: ReduceOp | None = None if sums is None else "SUM"
     what = Signature(
-        "all_to_all_v", getattr(torch, dtype), (), None, "plan", 2, tag="plan.forward", compress=compress
+        kind,
+        getattr(torch, dtype),
+        (),
+        None,
+        "plan",
+        2,
+        reduce_op=op,
+        tag="plan",
+        compress=compress,
+        sums=sums,
     )
     options = options_from_call(what)
     codec = None if options.codec == "none" else codec_of(options)
@@ -106,6 +120,20 @@ def check_codecs(proved: ProvedPlan, nodes: Ints | None) -> None:
                 f"{name}: codec {codec!r}: replicas of its {what} would differ, or it goes to ranks by a "
                 "collective without feedback"
             )
+
+
+def compressed_sum(choice: CodecChoice, kind: Kind, nbytes: int, ranks: int) -> tuple[int, float]:
+    """Return what a sum of gradients takes with a codec.
+
+    Returns the bytes of an uncompressed sum of that kind that takes as long, and the seconds of a rank to
+    encode and decode.
+    """
+    codec = transfer_codec(choice, "float32")
+    what = Signature(kind, torch.float32, (nbytes // 4,), nbytes, "plan", ranks, reduce_op="SUM")
+    wire = wire_bytes(codec.codec, what) if kind != "all_reduce" else as_all_reduces(codec.codec, what)[1]
+    assert wire is not None
+    decodes = ranks if scheme_of(codec.codec, what) is GatherReduce else 2
+    return wire, nbytes / codec.itemsize * (codec.encode + decodes * codec.decode)
 
 
 def is_fed_back(choice: CodecChoice | None) -> bool:

@@ -18,11 +18,12 @@ from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEven
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.config.names import backend_name
 from mcr_plus.config.schema import Config
+from mcr_plus.core.kinds import Kind
 from mcr_plus.errors import Unsupported
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.native import native
 from mcr_plus.plans.blocks import ModelBlock
-from mcr_plus.plans.codecs import TransferCodec, transfer_codec
+from mcr_plus.plans.codecs import compressed_sum, transfer_codec
 from mcr_plus.plans.language import OUTSIDE, BlockCut, Held, PlanTask, TensorKey
 from mcr_plus.plans.proof import (
     PlanTransfer,
@@ -109,6 +110,11 @@ def as_step(proved: ProvedPlan, overhead: float = OVERHEAD, *, gathers: bool = F
     )  # fmt: skip
 
 
+def has_sums(proved: ProvedPlan) -> bool:
+    """Return whether ranks add up gradients."""
+    return bool(_PlanStep(proved, 0.0, gathers=False).sums)
+
+
 def operations_within(
     block: ModelBlock, cut: BlockCut, share: float, ranks: int
 ) -> Iterator[tuple[str, int]]:
@@ -179,12 +185,11 @@ class _PlanStep:
                 else:
                     waits.append(issue.id)
             elif isinstance(item, PlannedSum):
-                kind = "all_reduce" if item.held == "whole" else "reduce_scatter"
-                codec = self._codec(0)
-                if codec is not None:
-                    seconds = item.nbytes / codec.itemsize * (codec.encode + codec.decode)
+                kind: Kind = "all_reduce" if item.held == "whole" else "reduce_scatter"
+                nbytes = item.nbytes
+                if (codec := self.plan.codecs.get(0)) is not None:
+                    nbytes, seconds = compressed_sum(codec, kind, nbytes, len(item.ranks))
                     yield ComputeEvent("encode and decode", seconds)
-                nbytes = item.nbytes if codec is None else codec.wire(item.nbytes)
                 yield self._issue(kind, nbytes, item.ranks, "plan.gradients", item)
                 waits.append(self.ids[item])
             else:
@@ -214,18 +219,14 @@ class _PlanStep:
         # Bytes as in nccl-tests: all that a rank gathers, or has before.
         locals_ = (each.needed if kind in ("all_gather", "broadcast", "send") else each.made).locals
         nbytes = item * max(int(np.prod(shape)) for shape in locals_.values())
-        codec = self._codec(each.tensor)
-        nbytes = nbytes if codec is None else codec.wire(nbytes)
+        if each.tensor in self.plan.codecs:
+            nbytes = transfer_codec(self.plan.codecs[each.tensor], block.dtype).wire(nbytes)
         return self._issue(kind, nbytes, each.ranks, each.tag, each[:4])
-
-    def _codec(self, tensor: int) -> TransferCodec | None:
-        choice = self.plan.codecs.get(tensor)
-        return None if choice is None else transfer_codec(choice, self.plan.blocks[tensor - 1].dtype)
 
     def _coding(self, tensor: int, layout: Layout, rank: int, *, encodes: bool) -> Iterator[Event]:
         """Yield the time to encode or decode a rank's part of a transfer."""
-        codec = self._codec(tensor)
-        if codec is not None:
+        if tensor in self.plan.codecs:
+            codec = transfer_codec(self.plan.codecs[tensor], self.plan.blocks[tensor - 1].dtype)
             seconds = int(np.prod(layout.locals[rank])) * (codec.encode if encodes else codec.decode)
             yield ComputeEvent("encode" if encodes else "decode", seconds)
 

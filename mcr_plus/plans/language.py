@@ -109,7 +109,7 @@ class ModelPlan:
         places: for each block the ranks [micro-batches, slices, *parts]; -1 is none.
         orders: tasks of each rank, in order; a rank without an entry runs them in `default_order`.
         codecs: of tensors between ranks, by their numbers: that of a block's output is the block's plus 1.
-            That of 0, the batch, is the codec of sums of parameters' gradients.
+            With the key 0: of sums of parameters' gradients.
         befores: pairs of tasks; in the order of all ranks, the first ends before the second begins.
 
     Raises:
@@ -219,14 +219,20 @@ class ModelPlan:
             self.held[index] = held
 
     def compress(self, blocks: Blocks | Literal["sums"], codec: CodecChoice) -> None:
-        """Compress the outputs of blocks and their gradients, where they go to other ranks; see `codecs`.
+        """Compress what goes to other ranks: the outputs of blocks and their gradients; see `codecs`.
 
         `"sums"`: the gradients of parameters, where ranks add them up.
 
         Raises:
-            InvalidArgument: see `payload_codec`.
+            InvalidArgument: see `payload_codec`; `blocks` is another text.
         """
-        for index in [-1] if isinstance(blocks, str) and blocks == "sums" else self.indices(blocks):
+        if isinstance(blocks, str):
+            if blocks != "sums":
+                raise InvalidArgument(unknown("blocks", blocks, ["sums"]))
+            payload_codec(codec, "float32", "fast")
+            self.codecs[0] = codec
+            return
+        for index in self.indices(blocks):
             payload_codec(codec, self.profile.blocks[index].dtype)
             self.codecs[index + 1] = codec
 

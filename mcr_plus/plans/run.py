@@ -21,7 +21,7 @@ from mcr_plus.job.init import get_rank, get_world_size, world
 from mcr_plus.layout.plan import nodes_of
 from mcr_plus.layout.redistribute import redistribute
 from mcr_plus.plans import checkpoint, sums
-from mcr_plus.plans.codecs import check_codecs, is_fed_back
+from mcr_plus.plans.codecs import check_codecs, is_fed_back, payload_codec
 from mcr_plus.plans.cutting import CutModule, cut_module
 from mcr_plus.plans.joining import joined_blocks
 from mcr_plus.plans.language import ALONG_DATA, ModelPlan, TensorKey
@@ -179,6 +179,9 @@ class ParallelModel:
         if self.module.training and drops and not any(block.random for block in plan.blocks):
             raise Unsupported(f"{drops[0]}: it draws random numbers in training, unlike in the profile")
         check_codecs(self.proved, nodes_of(world()))
+        if 0 in plan.codecs:
+            for dtype in {dtype_name(param.dtype) for _, param in params}:
+                payload_codec(plan.codecs[0], dtype, world().config.numerics.sums)
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]
             for cut in cuts:

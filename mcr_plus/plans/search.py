@@ -35,7 +35,7 @@ from mcr_plus.kernels.compiling import preparing
 from mcr_plus.plans import stage_search
 from mcr_plus.plans.blocks import Profile
 from mcr_plus.plans.codecs import CodecChoice, can_encode, payload_codec, transfer_codec
-from mcr_plus.plans.foretell import BestCosts, foretell
+from mcr_plus.plans.foretell import BestCosts, foretell, has_sums
 from mcr_plus.plans.language import OUTSIDE, Held
 from mcr_plus.plans.memory import memory_of
 from mcr_plus.plans.named import Schedule, hybrid, inner_cuts
@@ -204,12 +204,15 @@ def choose_codecs(proved: ProvedPlan, costs: ClusterCosts, allowed: Sequence[Cod
         tensor: [choice for number, choice in enumerate(allowed) if (tensor, number) not in refused]
         for tensor in sorted({each.tensor for each in proved.transfers})
     }
-    usable[0] = list(allowed)
+    if has_sums(proved):
+        usable[0] = list(allowed)
     moved = [tensor for tensor, choices in usable.items() if choices]
 
     def choices(tensor: int) -> list[CodecChoice | None]:
         """Return the codecs, the mildest first."""
         dtype, size = plan.blocks[tensor - 1].dtype, plan.blocks[tensor - 1].output
+        if not tensor:
+            dtype, size = "float32", sum(block.gradients for block in plan.blocks)
         mildest = sorted(usable[tensor], key=lambda each: -transfer_codec(each, dtype).wire(size))
         return [None, *mildest]
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mcr_plus.bucketing.scaling import CAPTURED
+from mcr_plus.core.kinds import Kind
 from mcr_plus.plans.blocks import Profile
-from mcr_plus.plans.codecs import CodecChoice, transfer_codec
+from mcr_plus.plans.codecs import CodecChoice, compressed_sum, transfer_codec
 from mcr_plus.plans.foretell import OVERHEAD, BestCosts, operations_within
 from mcr_plus.plans.language import OUTSIDE, Held, PlanTask
 from mcr_plus.plans.memory import RankMemory
@@ -74,7 +75,7 @@ class SearchCosts:
     def __init__(self, profile: Profile, costs: BestCosts, codecs: Sequence[CodecChoice]) -> None:
         self.profile, self.costs, self.codecs = profile, costs, codecs
         self.dealt = [bool(inner_cuts(block, ("exchange",))) for block in profile.blocks]
-        self._time, self._known = cache(self._seconds), cache(self._measured)
+        self._time, self._known, self._sums = cache(self._seconds), cache(self._measured), cache(self._summed)
 
     def of(self, choice: PlanChoice, stages: int) -> tuple[BlockCosts, Ints]:
         """Return the costs of all blocks, and the ways of each: see `_Combination`."""
@@ -111,13 +112,10 @@ class SearchCosts:
         # Ranks with the same parameters; of the first stage, as those of other stages lie alike.
         whole = [outside == "batch" and not dealt and n not in cut for n, dealt in enumerate(self.dealt)]
         alike = [range(0, data * tensor, 1 if each else tensor) for each in whole]
-        sums, gathers = (
-            np.array([self._time(kind, int(n), group) for n, group in zip(sizes, alike, strict=True)])
-            for kind, sizes in (
-                ("all_reduce" if held == "whole" else "reduce_scatter", one.gradients),
-                ("all_gather", one.parameters),
-            )
-        )
+        kind: Kind = "all_reduce" if held == "whole" else "reduce_scatter"
+        pairs = zip(one.gradients.tolist(), one.parameters.tolist(), alike, strict=True)
+        both = [(self._sums(kind, n, group), self._time("all_gather", m, group)) for n, m, group in pairs]
+        sums, gathers = np.array(both).T
         if held == "optimizer":  # after its step, the ranks gather the parameters
             sums = sums + gathers
         shared = [stages > 1 and bool(block.shared) for block in self.profile.blocks]
@@ -145,6 +143,14 @@ class SearchCosts:
             coding = nbytes // codec.itemsize * (codec.encode + codec.decode)
             found.append(coding + self._time("send", codec.wire(nbytes), pair))
         return 2 * min(found)
+
+    def _summed(self, kind: Kind, nbytes: int, group: range) -> float:
+        """Return the seconds of a sum of gradients, with the fastest codec."""
+        found = [self._time(kind, nbytes, group)]
+        for codec in self.codecs if found[0] else ():
+            wire, coding = compressed_sum(codec, kind, nbytes, len(group))
+            found.append(coding + self._time(kind, wire, group))
+        return min(found)
 
     def _seconds(self, kind: str, nbytes: int, group: range | tuple[int, ...]) -> float:
         if not nbytes or len(group) < 2:

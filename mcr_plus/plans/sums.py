@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -125,11 +125,12 @@ class GradientBucket:
         comm: the ranks that add up; None if it is this rank alone.
         time: position in the order of all ranks.
         held: as in `ModelPlan`. group: index of theirs in the optimizer. codec: of the sums.
+        tag: of their operation.
     """
 
     def __init__(
         self, params: Sequence[nn.Parameter], comm: Communicator | None, time: float, held: Held, group: int,
-        codec: CodecChoice | None = None,
+        codec: CodecChoice | None = None, tag: str = _TAG,
     ) -> None:  # fmt: skip
         self.params, self.comm, self.time, self.group = list(params), comm, time, group
         self.held: Held = "whole" if comm is None else held
@@ -140,8 +141,7 @@ class GradientBucket:
         self.gradients = like.new_zeros(self.padded)
         self._views = self.views(self.gradients)
         self.work: Work | None = None
-        # Residuals belong to a tag.
-        self._options: Any = {"tag": f"{_TAG}.{time:g}" if is_fed_back(codec) else _TAG, "compress": codec}
+        self._options: Any = {"tag": tag, "compress": codec}
         if self.held != "whole":
             self._flatten(like)
 
@@ -243,12 +243,17 @@ def make_buckets(
     for each in own:
         keyed[each.ranks, each.held, each.group, each.param.dtype, each.param.device].append(each)
     found = [
-        (ranks, GradientBucket(
-            [one.param for one in bucket], comms.get(ranks), bucket[-1].time, held, group, codec
-        ))
+        (bucket[-1].time, ranks, held, group, [one.param for one in bucket])
         for (ranks, held, group, *_), members in keyed.items() for bucket in in_buckets(members)
     ]  # fmt: skip
-    return [bucket for _, bucket in sorted(found, key=lambda pair: (pair[1].time, pair[0]))]
+    numbers: Counter[tuple[int, ...]] = Counter()
+    made = []
+    for time, ranks, held, group, params in sorted(found, key=lambda each: each[:2]):
+        # Residuals belong to a tag.
+        tag = f"{_TAG}.{numbers[ranks]}" if is_fed_back(codec) else _TAG
+        numbers[ranks] += 1
+        made.append(GradientBucket(params, comms.get(ranks), time, held, group, codec, tag))
+    return made
 
 
 def clip_grad_norm_(parallel: ParallelModel, max_norm: float) -> Tensor:

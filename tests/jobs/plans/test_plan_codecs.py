@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mcr_plus as mcr
+from mcr_plus.errors import InvalidArgument
 from mcr_plus.plans.named import hybrid
 from mcr_plus.plans.plan_file import SavedModelPlan, plan_text
 
@@ -106,21 +107,24 @@ def test_the_transfers_that_a_plan_names_are_compressed(compressed: dict[int, An
 
 
 def summed(held: Any, codec: Any) -> list[list[float]]:
-    """Return the parameters after each step on two ranks, by a plan that went through a file."""
+    """Return the parameters after each step of data parallelism, by a plan that went through a file."""
     with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
         model, loss = layers(), nn.functional.mse_loss
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         profile = mcr.profile(model, batch(0), optimizer=optimizer, loss=loss, repeats=1)
         plan = hybrid(profile, comm.size, data=comm.size)
         plan.hold(..., held)
-        plan.compress("sums", codec)
+        if codec is not None:
+            plan.compress("sums", codec)
         plan = SavedModelPlan.model_validate_json(plan_text(plan)).plan(profile)
         parallel = mcr.parallelize(model, optimizer, plan, loss=loss)
         found = []
         for step in range(STEPS):
             parallel.step(batch(step))
             optimizer.step()
-            found.append(parameters_to_vector(parallel.parameters().values()).tolist())
+            state = parallel.state_dict()  # on rank 0
+            parts = [state[name] for name, _ in layers().named_parameters() if state]
+            found.append([number for each in parts for number in each.flatten().tolist()])
         return found
 
 
@@ -130,7 +134,7 @@ def summed(held: Any, codec: Any) -> list[list[float]]:
 def test_sums_of_gradients_are_compressed(held: str, codec: Any) -> None:
     """Each of two ranks rounds the gradient of its half of the batch, and the sum is rounded, too."""
     model, channels = layers(), [Channel(codec is FEEDBACK) for _ in range(2)]
-    results = [each.value for each in run_ranks(summed, 2, args=[held, codec])]
+    found = run_ranks(summed, 2, args=[held, codec])[0].value
     params = list(model.parameters())
     for step in range(STEPS):
         total = torch.zeros(())
@@ -139,5 +143,37 @@ def test_sums_of_gradients_are_compressed(held: str, codec: Any) -> None:
             total = total + channel(parameters_to_vector(own))
         expected = parameters_to_vector(params).detach() - 0.5 * total.bfloat16().float()
         vector_to_parameters(expected, params)
-        for found in results:
-            torch.testing.assert_close(torch.tensor(found[step]), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(found[step]), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("held", ["whole", "optimizer", "parameters"])
+def test_compressed_sums_of_three_ranks_are_near_exact_ones(held: str) -> None:
+    found, expected = (
+        torch.tensor(run_ranks(summed, 3, args=[held, codec])[0].value[0]) for codec in ("int8_block", None)
+    )
+    change = (expected - parameters_to_vector(layers().parameters()).detach()).abs().max()
+    assert 0 < (found - expected).abs().max() < 4 / 127 * change  # a rounding of each rank, and of the sum
+
+
+def refused() -> list[str]:
+    """Return the errors of a plan whose codec does not take the parameters, and of one that is not exact."""
+    found = []
+    for dtype, codec, sums in ((torch.bfloat16, "bf16", "fast"), (torch.float32, "int8_block", "exact")):
+        with mcr.init({"version": 1, "backends": ["gloo"], "numerics": {"sums": sums}}) as comm:
+            model = layers().to(dtype)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            given = tuple(each.to(dtype) for each in batch(0))
+            profile = mcr.profile(model, given, optimizer=optimizer, loss=nn.functional.mse_loss, repeats=1)
+            plan = hybrid(profile, comm.size, data=comm.size)
+            plan.compress("sums", codec)
+            with pytest.raises(InvalidArgument) as error:
+                mcr.parallelize(model, optimizer, plan, loss=nn.functional.mse_loss)
+            found.append(str(error.value))
+    return found
+
+
+def test_codecs_that_cannot_add_up_gradients_are_refused_before_the_step() -> None:
+    for result in run_ranks(refused, 2):
+        assert "takes float32" in result.value[0]
+        assert "not bfloat16" in result.value[0]
+        assert "the sum is to be exact" in result.value[1]

@@ -146,6 +146,7 @@ def test_sums_of_gradients_are_compressed(held: str, codec: Any) -> None:
         torch.testing.assert_close(torch.tensor(found[step]), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held", ["whole", "optimizer", "parameters"])
 def test_compressed_sums_of_three_ranks_are_near_exact_ones(held: str) -> None:
     found, expected = (

@@ -44,7 +44,7 @@ Cluster = Annotated[
 ]
 Codecs = Annotated[
     list[str] | None,
-    typer.Option("--codec", help="of --plan auto between stages, as bf16 or '{codec: topk, ratio: 0.1}'"),
+    typer.Option("--codec", help="of --plan auto between ranks, as bf16 or '{codec: topk, ratio: 0.1}'"),
 ]
 Report = Annotated[Path | None, typer.Option(help="write a picture of the plan as HTML")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan, for --plan FILE")]

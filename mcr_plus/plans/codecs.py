@@ -128,7 +128,7 @@ def compressed_sum(choice: CodecChoice, kind: Kind, nbytes: int, ranks: int) -> 
     Returns the bytes of an uncompressed sum of that kind that takes as long, and the seconds of a rank to
     encode and decode.
     """
-    codec = transfer_codec(choice, "float32")
+    codec = transfer_codec(choice, "float32", "fast")
     what = Signature(kind, torch.float32, (nbytes // 4,), nbytes, "plan", ranks, reduce_op="SUM")
     wire = wire_bytes(codec.codec, what) if kind != "all_reduce" else as_all_reduces(codec.codec, what)[1]
     assert wire is not None
@@ -137,18 +137,19 @@ def compressed_sum(choice: CodecChoice, kind: Kind, nbytes: int, ranks: int) -> 
 
 
 def is_fed_back(choice: CodecChoice | None) -> bool:
-    """Return whether what a codec loses is added to the next values."""
-    return isinstance(choice, Mapping) and bool(choice.get("error_feedback"))
+    """Return whether a codec keeps what it loses, for the next values."""
+    kept = ("error_feedback", "momentum_correction", "ef21")
+    return isinstance(choice, Mapping) and any(choice.get(name) for name in kept)
 
 
-def transfer_codec(choice: CodecChoice, dtype: str) -> TransferCodec:
-    """Return a codec of transfers with its times. Raises `InvalidArgument` as `payload_codec` does."""
-    return _measured(frozen(choice) if isinstance(choice, Mapping) else choice, dtype)
+def transfer_codec(choice: CodecChoice, dtype: str, sums: Sums | None = None) -> TransferCodec:
+    """Return a codec with its times. Arguments and errors are those of `payload_codec`."""
+    return _measured(frozen(choice) if isinstance(choice, Mapping) else choice, dtype, sums)
 
 
 @cache
-def _measured(compress: str | tuple[tuple[str, object], ...], dtype: str) -> TransferCodec:
-    codec = payload_codec(thawed(compress) if isinstance(compress, tuple) else compress, dtype)
+def _measured(compress: str | tuple[tuple[str, object], ...], dtype: str, sums: Sums | None) -> TransferCodec:
+    codec = payload_codec(thawed(compress) if isinstance(compress, tuple) else compress, dtype, sums)
     values = torch.linspace(-1.0, 1.0, _VALUES, dtype=getattr(torch, dtype), device="cpu")
     prepare(codec, values.dtype)
     wire = torch.empty(codec.wire_numel(_VALUES), dtype=codec.wire_dtype, device="cpu")

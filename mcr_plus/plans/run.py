@@ -180,7 +180,7 @@ class ParallelModel:
             raise Unsupported(f"{drops[0]}: it draws random numbers in training, unlike in the profile")
         check_codecs(self.proved, nodes_of(world()))
         if 0 in plan.codecs:
-            for dtype in {dtype_name(param.dtype) for _, param in params}:
+            for dtype in dict.fromkeys(dtype_name(param.dtype) for _, param in params):
                 payload_codec(plan.codecs[0], dtype, world().config.numerics.sums)
         for block, cuts in enumerate(plan.cuts):
             one = plan.blocks[block]

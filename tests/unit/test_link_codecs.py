@@ -26,8 +26,8 @@ RATES = ("1Mbit/s", "10Mbit/s", "100Mbit/s", "10Gbit/s")
 def no_time_to_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let codecs take the time of their bytes alone, so that times do not depend on the run."""
 
-    def timeless(choice: Any, dtype: str) -> TransferCodec:
-        return transfer_codec(choice, dtype)._replace(encode=0.0, decode=0.0)
+    def timeless(choice: Any, dtype: str, sums: Any = None) -> TransferCodec:
+        return transfer_codec(choice, dtype, sums)._replace(encode=0.0, decode=0.0)
 
     for module in ("search", "search_costs", "foretell", "codecs"):
         monkeypatch.setattr(f"mcr_plus.plans.{module}.transfer_codec", timeless)
@@ -87,6 +87,16 @@ def test_sums_of_gradients_have_the_mildest_codec_that_is_as_fast_as_any(rate: i
     assert proved.plan.codecs == ({} if mildest is None else {0: mildest})
     saved = (1 << 22) - transfer_codec("int8_block", "float32").wire(1 << 22)
     assert steps[0] - steps[2] == pytest.approx(saved * 8 / (1e6 * rate), rel=0.02)
+
+
+def test_codecs_of_sums_alone_are_foretold() -> None:
+    proved = prove(hybrid(chain([layer(0, params=1 << 22)]), 2, data=2))
+    slow = unlike(["10Mbit/s"] * 2)
+    plain = foretell(proved, slow).step_s
+    proved.plan.compress("sums", {"codec": "topk", "ratio": 0.01, "ef21": True})
+    assert foretell(proved, slow).step_s < plain / 10
+    with pytest.raises(InvalidArgument, match="ef21 is for"):
+        proved.plan.compress(0, proved.plan.codecs[0])
 
 
 def test_a_search_counts_compressed_sums() -> None:

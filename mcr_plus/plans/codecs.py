@@ -71,17 +71,9 @@ def payload_codec(choice: CodecChoice, dtype: str, sums: Sums | None = None) -> 
     kind: Kind = "all_to_all_v" if sums is None else "all_reduce"
     op: ReduceOp | None = None if sums is None else "SUM"
     what = Signature(
-        kind,
-        getattr(torch, dtype),
-        (),
-        None,
-        "plan",
-        2,
-        reduce_op=op,
-        tag="plan",
-        compress=compress,
+        kind, getattr(torch, dtype), (), None, "plan", 2, reduce_op=op, tag="plan", compress=compress,
         sums=sums,
-    )
+    )  # fmt: skip
     options = options_from_call(what)
     codec = None if options.codec == "none" else codec_of(options)
     reason = None if codec is None else refusal_of_any_shape(codec, options, what)

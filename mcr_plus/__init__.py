@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from mcr_plus.observe.dump import dump
     from mcr_plus.observe.explain import explain
     from mcr_plus.observe.record import record
+    from mcr_plus.owners.owned import OwnedMatrices, owned
     from mcr_plus.plans.profile import profile
     from mcr_plus.plans.run import parallelize
     from mcr_plus.torch_backend.shrinking import shrink_group
@@ -110,14 +111,14 @@ __all__ = [
     "AVG", "BAND", "BOR", "BXOR", "MAX", "MIN", "PRODUCT", "SUM", "AlreadyInitialized", "BackendError",
     "BackendUnavailable", "CommTimeout", "Communicator", "ConfigError", "DDPState", "DataCorrupted",
     "DistributedOptimizer", "InvalidArgument", "LaunchError", "Layout", "LocalSteps", "McrError",
-    "NotInitialized", "OrderMismatch", "P2POp", "PeerLost", "Redistribution", "ResultMismatch", "Revoked",
+    "NotInitialized", "OrderMismatch", "OwnedMatrices", "P2POp", "PeerLost", "Redistribution", "ResultMismatch", "Revoked",
     "SyncClosed", "Unsupported", "WeightSync", "Work", "all_gather", "all_gather_coalesced",
     "all_gather_into_tensor", "all_gather_object", "all_gather_v", "all_reduce", "all_reduce_coalesced",
     "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object",
     "broadcast_parameters", "capture", "compile", "ddp_hook", "dump", "elastic", "explain", "finalize",
     "flush", "fsdp", "fsdp_state", "gather", "gather_v", "get_backends", "get_rank", "get_world_size",
     "init", "irecv", "is_initialized", "isend", "join_sync", "load_state_dict", "local", "new_group",
-    "no_sync", "parallelize", "persistent", "plan_report", "profile", "reconfigure", "reconfigure_handle",
+    "no_sync", "owned", "parallelize", "persistent", "plan_report", "profile", "reconfigure", "reconfigure_handle",
     "record", "recv", "redistribute", "redistribution", "reduce", "reduce_scatter",
     "reduce_scatter_coalesced", "reduce_scatter_tensor", "reduce_scatter_v", "reset", "scatter",
     "scatter_v", "send", "shrink", "shrink_group", "state_dict", "sync", "world", "wrap",
@@ -150,6 +151,7 @@ _NAMES = {
     "observe.dump": "dump",
     "observe.explain": "explain",
     "observe.record": "record",
+    "owners.owned": "OwnedMatrices owned",
     "plans.profile": "profile",
     "plans.run": "parallelize",
     "torch_backend.shrinking": "shrink_group",

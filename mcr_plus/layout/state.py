@@ -79,7 +79,9 @@ class Redistribution:
         group: Communicator | None = None,
         tag: str | None = None,
         compress: Compress = None,
+        pool: SpacePool | None = None,
     ) -> None:
+        """Bind, see `redistribution`. `pool`: buffers shared with others that have the same `memory`."""
         self._comm = member_of(group)
         if not isinstance(specs, Mapping):
             raise InvalidArgument(
@@ -99,7 +101,7 @@ class Redistribution:
         for name, (source, target) in self._specs.items():
             self._specs[name] = (same.setdefault(source, source), same.setdefault(target, target))
         self._memory = None if memory is None else _memory(memory, self._specs)
-        self._pool = None if self._memory is None else SpacePool(is_single=True)
+        self._pool = pool if pool or self._memory is None else SpacePool(is_single=True)
         self._options: CallOptions = {"tag": tag, "compress": compress}
         self._bound: dict[_Dtypes, _Bound] = {}
         self._known: tuple[_Bound, KnownLocals] | None = None

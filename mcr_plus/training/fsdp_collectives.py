@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from zlib import crc32
 
 import torch
@@ -91,31 +91,45 @@ class _Gathering(dist.Work):
         return self._work.is_completed()
 
 
+class SeesReductions(Protocol):
+    """Object that is told which gradients are complete."""
+
+    def reduced(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Use the gradients of these parameters."""
+
+
 class BackwardPass:
     """The pending reduction of a model, completed by the end of the backward pass at the latest."""
 
-    def __init__(self) -> None:
-        self._work: dist.Work | None = None
+    def __init__(self, owned: SeesReductions | None = None) -> None:
+        """`owned`: is told of each module's gradients when they are complete, on the CPU."""
+        self.owned = owned
+        self._pending: tuple[dist.Work, Sequence[Any]] | None = None
         self._task = _NO_BACKWARD
 
-    def started(self, work: dist.Work) -> None:
+    def started(self, work: dist.Work, reduced: Sequence[Any]) -> None:
         """Complete the previous reduction, so that memory for one reduction at most is held while computing.
 
-        Raises the error of the previous reduction.
+        `reduced`: FSDP2's parameters whose gradients are reduced. Raises the error of the previous reduction.
         """
-        before, self._work = self._work, work
+        before, self._pending = self._pending, (work, reduced)
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             Variable._execution_engine.queue_callback(self.end)
-        if before is not None:
-            before.wait()
+        self._complete(before)
 
     def end(self) -> None:
         """Complete the last reduction; raises its error."""
-        work, self._work, self._task = self._work, None, _NO_BACKWARD
-        if work is not None:
+        pending, self._pending, self._task = self._pending, None, _NO_BACKWARD
+        self._complete(pending)
+
+    def _complete(self, pending: tuple[dist.Work, Sequence[Any]] | None) -> None:
+        if pending is not None:
+            work, reduced = pending
             work.wait()
+            if self.owned is not None:
+                self.owned.reduced([param.sharded_param for param in reduced])
 
 
 class ReduceScatter(_Collective):
@@ -156,16 +170,18 @@ class ReduceScatter(_Collective):
         options.reduceOp = op
         # Also asynchronous if completed at once: hooks and earlier gradients may exist on one rank only.
         options.asyncOp = async_op or output_tensor.is_cpu
-        called = self._subset(sys._getframe(1).f_locals.get(_REDUCED, ()))
+        reduced = sys._getframe(1).f_locals.get(_REDUCED, ())
         work = checked_group(group).reduce_scatter_single(
-            output_tensor, input_tensor, options, called=called, **self._options
+            output_tensor, input_tensor, options, called=self._subset(reduced), **self._options
         )
         if async_op:
             return work
         if output_tensor.is_cpu and self._may_be_late(output_tensor, op):
-            self._backward.started(work)
+            self._backward.started(work, reduced)
         elif options.asyncOp:
             work.wait()
+            if self._backward.owned is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
+                self._backward.started(work, reduced)  # FSDP2 has not assigned the gradients yet
         return None
 
     def _subset(self, reduced: Sequence[Any]) -> str | None:

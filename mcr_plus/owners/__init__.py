@@ -1,0 +1,1 @@
+"""Optimizers of whole matrices over sharded parameters (`mcr.owned`)."""

@@ -53,14 +53,14 @@ LR: Final = 2e-3
 class FullTensors(torch.optim.Optimizer):
     """Muon that gathers every gradient on every rank."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[Any]) -> None:
         super().__init__(parameters, {})
         self.sharded: list[Any] = parameters
         self.whole = [torch.nn.Parameter(each.full_tensor().detach()) for each in self.sharded]
         self.muon = torch.optim.Muon(self.whole, lr=LR)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
         for each, whole in zip(self.sharded, self.whole, strict=True):
             whole.grad = each.grad.full_tensor()
         self.muon.step()
@@ -84,13 +84,13 @@ class Trained:
             matrices = mcr.owned(self.model).matrices
             inside = {id(each.parameter) for each in matrices}
             self.muon: torch.optim.Optimizer = FullTensors([each.parameter for each in matrices])
-            others = [each for each in self.model.parameters() if id(each) not in inside]
+            others: Any = [each for each in self.model.parameters() if id(each) not in inside]
         else:
             self.owned = mcr.owned(self.model, memory=memory)
             self.muon = self.owned.optimizer(torch.optim.Muon, lr=LR)
             mcr.fsdp(self.model, owned=self.owned if way.endswith("overlapped") else None, tag=way)
             others = self.owned.others
-        self.others = torch.optim.AdamW(others, lr=LR, fused=True)
+        self.others = torch.optim.AdamW(list(others), lr=LR, fused=True)
 
     def step(self, batch: Any) -> tuple[float, float]:
         """Return the seconds of a step, and those of Muon's in it."""
@@ -175,6 +175,7 @@ def differences(
             ours.zero_grad()
             ours(corpus.windows(step, rank, windows)).text.backward()
             for name, each in named.items():
+                assert each.grad is not None
                 sums[name] += each.grad.double()
         for name, each in named.items():
             each.grad = sums[name].float() / ranks
@@ -217,13 +218,13 @@ def main(
 ) -> None:
     """Compare the ways, on one host or two."""
     sizes = {"hidden": hidden, "layers": layers, "sequence": sequence}
-    arguments = [trained, sizes, windows, steps, memory]
+    arguments: list[Any] = [sizes, windows, steps, memory]
     with busy(busy_processes):
         if hosts == 1:
-            found = harness.on_ranks(harness.here(ranks), *arguments, 0)
+            found = harness.on_ranks(harness.here(ranks), trained, *arguments, 0)
         else:
             need_hosts(mpi=False)
-            found = on_hosts(TWO, rate, *arguments, ranks // 2, per_host=ranks // 2)
+            found = on_hosts(TWO, rate, trained, *arguments, ranks // 2, per_host=ranks // 2)
     base = found[WAYS[0]]
     table = [
         [way, f"{step:.0f}", f"{base[0] / step:.2f}", f"{muon:.1f}", f"{base[1] / muon:.2f}", f"{far:.1e}"]
@@ -231,17 +232,19 @@ def main(
     ]
     harness.show(HEAD, table)
     lines = [found["owners"]]
+    where = "one host" if hosts == 1 else f"two hosts, {rate}"
     if "bytes" in found:
         sent, least = found["bytes"]
         lines.append(
-            f"{sent:,} bytes leave hosts in a step of the optimizer, with all headers {sent / least:.3f} of the least"
+            f"{sent:,} bytes leave hosts in a step of the optimizer, {sent / least:.3f} of the least with "
+            "headers"
         )
     print(*lines, sep="\n")
     text = harness.page(
         f"Muon on FSDP2, {ranks} ranks",
-        harness.command(ranks),
+        harness.command(),
         f"examples/gpt with {hidden} channels and {layers} layers, {windows} windows of {sequence} bytes per "
-        f"rank; {hosts} {'host' if hosts == 1 else f'hosts, {rate}'}; medians of {steps} steps, beside {busy_processes} busy processes",
+        f"rank; {where}; medians of {steps} steps, beside {busy_processes} busy processes",
         harness.markdown(HEAD, table),
         "\n".join(["```", *lines, "```"]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 from mcr_plus.errors import InvalidArgument, short
@@ -43,7 +44,8 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]]) -> list[
     at a lower bound, or after a number of attempts; the result depends on the arguments alone, so that all
     ranks have the same.
     """
-    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    # Matrices with few candidates come first, as others can make up for them.
+    order = sorted(range(len(costs)), key=lambda index: (len(candidates[index]), -costs[index], index))
     loads = dict.fromkeys(sorted({rank for ranks in candidates for rank in ranks}), 0.0)
     owners = [-1] * len(costs)
     for index in order:
@@ -58,8 +60,10 @@ def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]]) -> list[
         if fullest <= least:
             break
         if not untried or tried[order[len(untried) - 1]] >= 0:
-            by_load = {loads[rank]: rank for rank in reversed(candidates[order[len(untried)]])}
-            untried.append(iter([by_load[load] for load in sorted(by_load)]))
+            ranks = sorted(candidates[order[len(untried)]], key=lambda rank: (loads[rank], rank))
+            if len(ranks) == len(loads):  # and for all later matrices, too: ranks of equal loads are alike
+                ranks = [next(alike) for _, alike in groupby(ranks, key=loads.__getitem__)]
+            untried.append(iter(ranks))
         index = order[len(untried) - 1]
         rank = next(untried[-1], -1)
         if rank < 0 or loads[rank] + costs[index] >= fullest * (1 - _ROUNDING):

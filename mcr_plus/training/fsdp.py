@@ -46,8 +46,8 @@ def fsdp(
     gradients are in flight. If ranks have gradients for different parameters of a module, the reduction
     raises `OrderMismatch`, which names the parameters of both ranks; torch would average them.
 
-    `owned`: the result of `mcr.owned` for this model; on the CPU, gradients then travel to the owners of their
-    matrices from the backward pass on.
+    `owned`: the result of `mcr.owned` for this model; on the CPU, gradients then travel to the owners of
+    their matrices from the backward pass on.
 
     Raises:
         InvalidArgument: no module of the model is sharded by `fully_shard`, or another existing model has the

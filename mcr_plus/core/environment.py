@@ -41,6 +41,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from mcr_plus.core.addresses import plain_host
 from mcr_plus.errors import ConfigError, LaunchError
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "single"]
@@ -108,7 +109,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         local_rank,
         local_size,
         "mcr-plus" if _started_by_us(env) and launcher in ("torchrun", "env") else launcher,
-        env.get("MASTER_ADDR"),
+        plain_host(env["MASTER_ADDR"], "MASTER_ADDR") if "MASTER_ADDR" in env else None,
         _integer(env, "MASTER_PORT", highest=65535),
         agent_has_store(env),
     )

@@ -35,9 +35,10 @@ except ImportError as error:
 
 NAME: Final = "MCR"
 _TESTED: Final = "2.60"
-_METHODS: Final = frozenset(
-    "allgather allreduce barrier broadcast check_backend_availability recv reduce reducescatter send".split()
-)
+_METHODS: Final = {
+    "allgather", "allreduce", "barrier", "broadcast", "check_backend_availability", "recv", "reduce",
+    "reducescatter", "send",
+}  # fmt: skip
 _MEETS_WITHIN: Final = 120.0  # s for all ranks of a group to call init_collective_group
 _TRIES_FOR: Final = timedelta(seconds=5)  # a group that has failed may have left its address in Ray's store
 _NAP: Final = 0.05
@@ -107,7 +108,7 @@ class RayGroup(_base()):  # type: ignore[misc]
         root, op = self._comm.ranks[reduce_options.root_rank], _op(reduce_options)
         self._comm.reduce(_only(tensor, "reduce"), root, op)
 
-    def allgather(self, tensor_list: list[Any], tensor: list[Any], allgather_options: Any = None) -> None:  # noqa: ARG002
+    def allgather(self, tensor_list: list[Any], tensor: list[Any], options: Any = None) -> None:  # noqa: ARG002
         """Write each rank's `tensor[0]` to its place in `tensor_list[0]`."""
         self._comm.all_gather(_only(tensor_list, "allgather"), _only(tensor, "allgather"))
 
@@ -190,7 +191,9 @@ def _opened(store: Store, rank: int, size: int, name: str) -> Communicator:
 def _only(tensors: list[Any], method: str) -> Any:
     """Return the tensor, or the list, of a process; Ray passes several for several GPUs of one process."""
     if len(tensors) != 1:
-        raise Unsupported(f"{method}: {len(tensors)} tensors of one process; a process has one rank in {NAME}")
+        raise Unsupported(
+            f"{method}: {len(tensors)} tensors of one process; a process has one rank in {NAME}"
+        )
     return tensors[0]
 
 

@@ -216,7 +216,9 @@ def _meet(first: ProcessHandle, uuid: str, timeout: float) -> Store:
     try:
         server = opened(host, port, timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise LaunchError(f"reconfigure: no store at {place_text(host, port)}, where all meet: {error}") from error
+        raise LaunchError(
+            f"reconfigure: no store at {place_text(host, port)}, where all meet: {error}"
+        ) from error
     return PrefixStore(f"reconfigure/{uuid}", server)
 
 

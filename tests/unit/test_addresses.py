@@ -35,7 +35,9 @@ def test_brackets_are_taken_off(text: str, host: str) -> None:
     assert launch_environment(variables).master_addr == host
 
 
-@pytest.mark.parametrize("text", ["fe80::1%eth0", "fe80::1", "[fe80::1%2]", "fd00::1%eth0", "[fd00::1", "[a]"])
+@pytest.mark.parametrize(
+    "text", ["fe80::1%eth0", "fe80::1", "[fe80::1%2]", "fd00::1%eth0", "[fd00::1", "[a]"]
+)
 def test_other_texts_are_refused_with_the_variable(text: str) -> None:
     with pytest.raises(LaunchError) as refused:
         plain_host(text, "MASTER_ADDR")

@@ -1,7 +1,7 @@
 """A rank of a job between hosts: `python ipv6_program.py FOLDER WAY` writes what it saw to FOLDER/RANK.json.
 
-Ways: `plain` reduces by mcr_plus, and rank 0's weights go to rank 1 and to a server outside the job; `torch` reduces by a
-process group; `other` has rank 0 on the interface that only has an IPv4 address.
+Ways: `plain` reduces by mcr_plus, and rank 0's weights go to rank 1 and to a server outside the job; `torch`
+reduces by a process group; `other` has rank 0 on the interface that only has an IPv4 address.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,13 @@ import torch.distributed as dist
 import mcr_plus as mcr
 
 
-
 def peers() -> list[str]:
     """Return the hosts of this process's connections, but for loopback."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                found.add(copy.getpeername()[0].removeprefix("::ffff:"))
-        except (OSError, AttributeError, IndexError):
-            continue
+        # Closed meanwhile, no socket, or none with a peer or a host.
+        with suppress(OSError, AttributeError, IndexError), socket.socket(fileno=os.dup(int(name))) as copy:
+            found.add(copy.getpeername()[0].removeprefix("::ffff:"))
     return sorted(each for each in found if each and each not in ("::1", "127.0.0.1"))
 
 
@@ -49,7 +47,12 @@ def plain(folder: Path) -> dict[str, Any]:
             with mcr.join_sync(str(file), server, timeout=60) as receiver:
                 receiver.pull()
                 joined = server.weight[1, 2].item()
-        seen = {"sum": value.tolist(), "pulled": model.weight[0, 0].item(), "joined": joined, "peers": peers()}
+        seen = {
+            "sum": value.tolist(),
+            "pulled": model.weight[0, 0].item(),
+            "joined": joined,
+            "peers": peers(),
+        }
         comm.barrier()
     return seen
 

@@ -1,7 +1,7 @@
 """A driver of collective groups of Ray's actors: `python ray_groups_program.py FOLDER [ADDRESS]`.
 
-Starts a Ray of its own, or connects to the one at ADDRESS, whose nodes have the resources `a` and `b`. Writes what the actors
-saw to FOLDER/seen.json.
+Starts a Ray of its own, or connects to the one at ADDRESS, whose nodes have the resources `a` and `b`. Writes
+what the actors saw to FOLDER/seen.json.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +28,15 @@ def values(rank: int, seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng([rank, seed]).normal(size=LENGTH)
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """Return the type and text of a call's error, empty without one."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class Member:
     """One rank."""
 
@@ -38,11 +49,7 @@ class Member:
         """Open a group; return the error."""
         from ray.util import collective
 
-        try:
-            collective.init_collective_group(size, rank, backend="MCR", group_name=name)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        return error_of(partial(collective.init_collective_group, size, rank, "MCR", name))
 
     def operate(self, name: str) -> dict[str, Any]:
         """Run each operation once."""
@@ -86,19 +93,14 @@ class Member:
         """Return the errors of calls that cannot work."""
         from ray.util import collective as col
 
-        found, size = [], col.get_collective_group_size(name)
-        for call in (
+        size = col.get_collective_group_size(name)
+        calls: list[Callable[[], object]] = [
             lambda: col.allreduce([1.0, 2.0], name),
             lambda: col.allreduce(torch.zeros(3), "no such group"),
             lambda: col.allgather([torch.zeros(2)] * size, torch.zeros(3), name),
             lambda: col.allreduce(np.array(["text"]), name),
-        ):
-            try:
-                call()
-                found.append("")
-            except Exception as error:
-                found.append(f"{type(error).__name__}: {error}")
-        return found
+        ]
+        return [error_of(call) for call in calls]
 
     def leave(self, name: str) -> None:
         """Destroy a group."""
@@ -113,10 +115,8 @@ class Member:
         for step in range(10_000):
             if dies and step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                collective.allreduce(torch.ones(4), name)
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
+            if error := error_of(partial(collective.allreduce, torch.ones(4), name)):
+                return error
             time.sleep(0.01)
         return ""
 
@@ -148,10 +148,9 @@ def main(folder: Path, address: str | None) -> None:
     calls = [each.reduce_until_lost.remote("default", n == 2) for n, each in enumerate(members)]
     seen["lost"] = []
     for call in calls:
-        try:
-            seen["lost"].append(ray.get(call))
-        except Exception as error:
-            seen["lost"].append(type(error).__name__)
+        answers: list[str] = []
+        kind = error_of(lambda: answers.append(ray.get(call))).partition(":")[0]  # noqa: B023 - called here
+        seen["lost"].append(kind or answers[0])
     (folder / "seen.json").write_text(json.dumps(seen))
     ray.shutdown()
 

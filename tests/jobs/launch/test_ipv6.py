@@ -1,4 +1,4 @@
-"""Jobs between hosts that have IPv6 addresses alone, or both families: network namespaces, joined by a link."""
+"""Jobs between hosts that have IPv6 addresses alone, or both families: namespaces, joined by a link."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_hosts_with_one_family_in_common_use_it(tmp_path: Path) -> None:
     """The second host has IPv6 alone; both reach the store by a name of the first host's IPv6 address."""
     with TwoHosts(None, (6, 4)) as hosts:
         inside(hosts.names[1], "ip", "address", "flush", "dev", hosts.links[1], "scope", "global")
-        inside(hosts.names[1], "ip", "-6", "address", "replace", f"{IPV6_ADDRESSES[1]}/64", "dev", hosts.links[1],
-               "nodad")  # fmt: skip
+        words = ["address", "replace", f"{IPV6_ADDRESSES[1]}/64", "dev", hosts.links[1], "nodad"]
+        inside(hosts.names[1], "ip", "-6", *words)
         seen = run(hosts, tmp_path, "plain")
     assert [each["sum"] for each in seen] == [SUM, SUM]
 

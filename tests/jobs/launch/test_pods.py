@@ -1,8 +1,8 @@
 """The manifests of examples/kubernetes: their commands, in namespaces that stand for pods with IPv6 alone.
 
-A container's environment is what its manifest says, and what the controllers add. That is written down here from
-the sources of Kubeflow Trainer 2.3.0 (pkg/runtime/framework/plugins/torch) and JobSet 0.12.0, and from the
-documentation of indexed Jobs.
+A container's environment is what its manifest says, and what the controllers add. That is written down here
+from the sources of Kubeflow Trainer 2.3.0 (pkg/runtime/framework/plugins/torch) and JobSet 0.12.0, and from
+the documentation of indexed Jobs.
 """
 
 from __future__ import annotations

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import time
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.core.addresses import place_of_text, place_text
+from mcr_plus.core.addresses import family_of, is_loopback, place_of_text, place_text
 from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.errors import LaunchError, Unsupported
 from mcr_plus.job.process import job
+from mcr_plus.rendezvous.network import prefer
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.rendezvous.store_connections import opened, prefer_family_of, served
+from mcr_plus.rendezvous.store_connections import met_in, own_server, prefer_family_of
 from mcr_plus.torch_backend.jobs import begin, torch_job
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ _METHODS: Final = {
     "reducescatter", "send",
 }  # fmt: skip
 _MEETS_WITHIN: Final = 120.0  # s for all ranks of a group to call init_collective_group
-_TRIES_FOR: Final = timedelta(seconds=5)  # a group that has failed may have left its address in Ray's store
+_TRIES_FOR: Final = 5.0  # s to connect to a place
 _NAP: Final = 0.05
 
 
@@ -78,8 +80,7 @@ class RayGroup(_base()):  # type: ignore[misc]
         are in a job, or they are in different ones.
         """
         super().__init__(world_size, rank, group_name)
-        store = _met(group_name, rank, world_size)
-        self._comm: Communicator = _opened(store, rank, world_size, group_name)
+        self._comm = _opened(_met(group_name, rank, world_size), rank, world_size, group_name)
 
     @classmethod
     def backend(cls) -> str:
@@ -131,35 +132,40 @@ class RayGroup(_base()):  # type: ignore[misc]
 
 
 def _met(name: str, rank: int, size: int) -> Store:
-    """Return the group's new store, on rank 0's node; its address is in Ray's key-value store meanwhile."""
+    """Return a new store of the group, on rank 0's node; its place is in Ray's key-value store meanwhile."""
     kv = import_module("ray.experimental.internal_kv")
-    job_id = _ray.get_runtime_context().get_job_id()
-    key = f"mcr_plus/{job_id}/{hashlib.sha256(name.encode()).hexdigest()}"
-    within, store = timedelta(seconds=_MEETS_WITHIN), None
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    key = f"mcr_plus/{_ray.get_runtime_context().get_job_id()}/{digest}"
     if rank == 0:
-        store = served(_ray.util.get_node_ip_address(), within)
-        kv._internal_kv_put(key, place_text(store.host, store.port))
-    else:
-        ends, seen, problem = time.monotonic() + _MEETS_WITHIN, b"", "it has not written its address"
-        while store is None:
+        address = str(_ray.util.get_node_ip_address())
+        prefer(family_of(address))
+        place = own_server(_MEETS_WITHIN, everywhere=not is_loopback(address))
+        found = f"{secrets.token_hex(8)} {place_text(*place)}"
+        kv._internal_kv_put(key, found)
+    ends, tried, problem = time.monotonic() + _MEETS_WITHIN, "", "it has not written its place"
+    try:
+        while True:
+            text = (kv._internal_kv_get(key) or b"").decode() if rank else found
+            if text != tried:
+                tried, (prefix, _, place_as_text) = text, text.partition(" ")
+                try:
+                    store = met_in(*place_of_text(place_as_text), _TRIES_FOR)
+                    break
+                except LaunchError as error:  # a group that was killed may have left its place
+                    problem = str(error)
             if time.monotonic() > ends:
                 raise LaunchError(
                     f"collective group {name!r}: rank 0 did not call init_collective_group within "
                     f"{_MEETS_WITHIN:g} s ({problem})"
                 )
-            place = kv._internal_kv_get(key) or b""
-            if place in (seen, b""):
-                time.sleep(_NAP)
-                continue
-            try:
-                store = opened(*place_of_text(place.decode()), _TRIES_FOR)
-                store.set_timeout(within)
-            except RuntimeError as error:
-                seen, problem = place, str(error).splitlines()[0]
-    prefer_family_of(store)
-    exchange(store, rank, size, "ray", "", _MEETS_WITHIN)
-    if rank == 0:
-        kv._internal_kv_del(key)
+            time.sleep(_NAP)
+        store.set_timeout(timedelta(seconds=_MEETS_WITHIN))
+        prefer_family_of(store)
+        store = PrefixStore(prefix, store)
+        exchange(store, rank, size, "ray", "", _MEETS_WITHIN)
+    finally:
+        if rank == 0:
+            kv._internal_kv_del(key)
     return store
 
 
@@ -171,8 +177,9 @@ def _opened(store: Store, rank: int, size: int, name: str) -> Communicator:
         if torch_job.runtime is not running:  # `mcr.init` has joined it
             torch_job.enter(running, tuple(range(running.world.size)), joined=False)
         own = [running.attached.setdefault("ray job", name), running.world.rank]
-    texts = exchange(store, rank, size, "job", json.dumps(own), _MEETS_WITHIN)
-    answers = [json.loads(text) for text in texts]
+    answers = [
+        json.loads(text) for text in exchange(store, rank, size, "job", json.dumps(own), _MEETS_WITHIN)
+    ]
     if not any(answers):
         comm = begin(PrefixStore("job", store), rank, size, timedelta(seconds=300), None)
         assert job.runtime is not None

@@ -134,7 +134,10 @@ def main(folder: Path, address: str | None) -> None:
     members = [actor.options(resources={place: 1}).remote() for place in places]
 
     def enter(name: str, ranks: list[int]) -> list[str]:
-        return ray.get([members[m].enter.remote(len(ranks), r, name) for r, m in enumerate(ranks)])
+        found: list[str] = ray.get(
+            [members[m].enter.remote(len(ranks), r, name) for r, m in enumerate(ranks)]
+        )
+        return found
 
     seen: dict[str, Any] = {"entered": enter("default", [0, 1, 2])}
     seen["default"] = ray.get([each.operate.remote("default") for each in members])

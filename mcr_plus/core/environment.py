@@ -365,6 +365,12 @@ def meeting_interface() -> str | None:
     return os.environ.get("MCR_SOCKET_IFNAME", "").strip() or socket_interface()
 
 
+def nodes_for_torchrun() -> str | None:
+    """Return PET_NNODES, which Kubeflow Trainer sets for torchrun; None if there is one node, or it is unset."""
+    nodes = os.environ.get("PET_NNODES", "").strip()
+    return None if nodes in ("", "1", "1:1") else nodes
+
+
 def default_variable(name: str, value: str) -> None:
     """Set a variable for a library to read, unless the user has set it."""
     os.environ.setdefault(name, value)

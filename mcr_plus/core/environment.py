@@ -366,7 +366,7 @@ def meeting_interface() -> str | None:
 
 
 def nodes_for_torchrun() -> str | None:
-    """Return PET_NNODES, which Kubeflow Trainer sets for torchrun; None if there is one node, or it is unset."""
+    """Return PET_NNODES, which Kubeflow Trainer sets for torchrun; None for one node, and if unset."""
     nodes = os.environ.get("PET_NNODES", "").strip()
     return None if nodes in ("", "1", "1:1") else nodes
 

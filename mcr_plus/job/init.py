@@ -233,7 +233,7 @@ def _grace_of_stops(loaded: Config | ConfigError) -> float:
 
 
 def _warn_of_siblings(environment: LaunchEnvironment) -> None:
-    """Log that a process of several, by multiprocessing or in pods, is a job of its own, perhaps by mistake."""
+    """Log that a process of multiprocessing, or in one of several pods, is a job of its own."""
     if environment.launcher == "single" and (nodes := nodes_for_torchrun()) is not None:
         _log.warning("PET_NNODES=%s, but this is a job of one rank: start the program by torchrun", nodes)
     processes = sys.modules.get("multiprocessing.process")

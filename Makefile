@@ -125,7 +125,7 @@ test-launchers: $(stamp)
 	@command -v srun > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0 \
 	&& apt-get update -qq && apt-get install -qq --no-install-recommends $(slurm) > /dev/null; } \
 	|| echo "no Slurm: its tests are skipped, until these packages of Debian are installed: $(slurm)"
-	@$(bin)/python -m pytest tests/jobs/launch/test_ray.py tests/jobs/launch/test_slurm.py
+	@$(bin)/python -m pytest tests/jobs/launch/test_ray.py tests/jobs/launch/test_ray_groups.py tests/jobs/launch/test_slurm.py
 
 # With openreg=FOLDER, torch's simulated accelerator as it is installed there; otherwise that of .venv, if there is one.
 test-openreg: $(stamp) $(warm)

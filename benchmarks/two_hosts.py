@@ -10,6 +10,7 @@ Each host has nothing but the link between them, and half of the cores. Needs ro
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Final
 
 from hosts import Hosts, inside, ip, need_hosts, shape, why_not
@@ -18,6 +19,8 @@ __all__ = ["TwoHosts", "need_two_hosts", "why_not"]
 
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
 NETWORK: Final = "10.77.0.0/24"
+IPV6_ADDRESSES: Final = ("fd00:77::1", "fd00:77::2")
+IPV6_NETWORK: Final = "fd00:77::/64"
 
 
 def need_two_hosts() -> None:
@@ -26,19 +29,25 @@ def need_two_hosts() -> None:
 
 
 class TwoHosts(Hosts):
-    """Two network namespaces with a link between them; `rate` as `tc` writes it, None for no limit."""
+    """Two network namespaces with a link between them; `rate` as `tc` writes it, None for no limit.
 
-    def __init__(self, rate: str | None) -> None:
-        self.rate = rate
+    `families`: 4, 6 or both, of which `addresses` are the first.
+    """
+
+    def __init__(self, rate: str | None, families: Sequence[int] = (4,)) -> None:
+        self.rate, self.families = rate, tuple(families)
         names = [f"mcr-{letter}-{os.getpid()}" for letter in "ab"]
         links = [f"mcr{letter}{os.getpid()}" for letter in "ab"]
-        super().__init__(names, links, ADDRESSES, NETWORK)
+        first = (ADDRESSES, NETWORK) if self.families[0] == 4 else (IPV6_ADDRESSES, IPV6_NETWORK)
+        super().__init__(names, links, *first)
 
     def connect(self) -> None:
         """Make the pair of interfaces."""
         ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
-        for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
+        for name, link, *both in zip(self.names, self.links, ADDRESSES, IPV6_ADDRESSES, strict=True):
             ip("link", "set", link, "netns", name)
-            inside(name, "ip", "address", "add", f"{address}/24", "dev", link)
+            for family, address, bits, *options in ((4, both[0], 24), (6, both[1], 64, "nodad")):
+                if family in self.families:
+                    inside(name, "ip", "address", "add", f"{address}/{bits}", "dev", link, *options)
             inside(name, "ip", "link", "set", link, "up")
             shape(name, link, self.rate, "256kb")

@@ -41,6 +41,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from mcr_plus.core.addresses import plain_host
 from mcr_plus.errors import ConfigError, LaunchError
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "single"]
@@ -108,7 +109,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         local_rank,
         local_size,
         "mcr-plus" if _started_by_us(env) and launcher in ("torchrun", "env") else launcher,
-        env.get("MASTER_ADDR"),
+        plain_host(env["MASTER_ADDR"], "MASTER_ADDR") if "MASTER_ADDR" in env else None,
         _integer(env, "MASTER_PORT", highest=65535),
         agent_has_store(env),
     )
@@ -362,6 +363,12 @@ def socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
 def meeting_interface() -> str | None:
     """Return the interface on which ranks meet: MCR_SOCKET_IFNAME, else `socket_interface`."""
     return os.environ.get("MCR_SOCKET_IFNAME", "").strip() or socket_interface()
+
+
+def nodes_for_torchrun() -> str | None:
+    """Return PET_NNODES, which Kubeflow Trainer sets for torchrun; None for one node, and if unset."""
+    nodes = os.environ.get("PET_NNODES", "").strip()
+    return None if nodes in ("", "1", "1:1") else nodes
 
 
 def default_variable(name: str, value: str) -> None:

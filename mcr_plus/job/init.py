@@ -26,6 +26,7 @@ from mcr_plus.core.environment import (
     host_name,
     launch_environment,
     min_ranks,
+    nodes_for_torchrun,
     restarts,
     usable_cores,
 )
@@ -232,7 +233,9 @@ def _grace_of_stops(loaded: Config | ConfigError) -> float:
 
 
 def _warn_of_siblings(environment: LaunchEnvironment) -> None:
-    """Log that a process started by multiprocessing is a job of its own, which may be intended."""
+    """Log that a process of multiprocessing, or in one of several pods, is a job of its own."""
+    if environment.launcher == "single" and (nodes := nodes_for_torchrun()) is not None:
+        _log.warning("PET_NNODES=%s, but this is a job of one rank: start the program by torchrun", nodes)
     processes = sys.modules.get("multiprocessing.process")
     if environment.launcher == "single" and processes is not None and processes.parent_process() is not None:
         _log.warning(

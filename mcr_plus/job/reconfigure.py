@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 import torch
 
 from mcr_plus.config.reader import fingerprint
+from mcr_plus.core.addresses import place_text
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import (
@@ -215,7 +216,9 @@ def _meet(first: ProcessHandle, uuid: str, timeout: float) -> Store:
     try:
         server = opened(host, port, timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise LaunchError(f"reconfigure: no store at {host}:{port}, where all meet: {error}") from error
+        raise LaunchError(
+            f"reconfigure: no store at {place_text(host, port)}, where all meet: {error}"
+        ) from error
     return PrefixStore(f"reconfigure/{uuid}", server)
 
 

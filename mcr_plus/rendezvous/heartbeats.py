@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mcr_plus.core.addresses import family_of
 from mcr_plus.core.environment import package_version
 from mcr_plus.core.mapped_memory import made, mapped
 from mcr_plus.errors import LaunchError
@@ -112,14 +113,17 @@ def _link() -> tuple[socket.socket | None, tuple[str, int] | None]:
     """Return an agent's socket and address; None if this host has no address that others reach."""
     from mcr_plus.rendezvous.network import meeting_address
 
-    link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    link = None
     try:
-        link.bind((meeting_address(), 0))
+        address = meeting_address()
+        link = socket.socket(family_of(address), socket.SOCK_DGRAM)
+        link.bind((address, 0))
     except (OSError, LaunchError) as error:
-        link.close()
+        if link is not None:
+            link.close()
         _log.warning("no heartbeats with other hosts, so their failures show late: %s", error)
         return None, None
-    return link, link.getsockname()
+    return link, link.getsockname()[:2]
 
 
 def _start(order: dict[str, Any]) -> None:

@@ -28,8 +28,9 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.core.addresses import is_loopback
 from mcr_plus.core.deadline import Deadline, until
-from mcr_plus.core.environment import LOOPBACK, job_secret, on_one_host
+from mcr_plus.core.environment import job_secret, on_one_host
 from mcr_plus.core.proc import read_stat
 from mcr_plus.errors import LaunchError
 from mcr_plus.rendezvous.identity import DIED, STOPPED
@@ -74,7 +75,7 @@ class InitConnections:
 
         `name`: name of this `init`, which `ranks` ranks have from the job's `store`.
         """
-        if on_one_host(ranks=ranks) or server_of(store)[0] in (LOOPBACK, "localhost"):
+        if on_one_host(ranks=ranks) or is_loopback(server_of(store)[0]):
             return None
         try:
             listener, of_witness = listening(meeting_address()), listening(meeting_address())
@@ -85,7 +86,7 @@ class InitConnections:
 
         self._enter(name)
         self._door = Handshakes(listener, self._key, _watch, members=ranks)
-        own, its = listener.getsockname(), of_witness.getsockname()
+        own, its = listener.getsockname()[:2], of_witness.getsockname()[:2]
         self._witness = self._start_witness(0, None, of_witness)
         of_witness.close()  # the witness has it now
         return own, its if self._witness is not None else None

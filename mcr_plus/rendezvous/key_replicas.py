@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import DistError
 
+from mcr_plus.core.addresses import family_of
 from mcr_plus.core.c10d import Store
 from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.core.environment import LOOPBACK
@@ -34,6 +35,7 @@ from mcr_plus.rendezvous.heartbeats import hosts_of
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.side_processes import command, wait_for
 from mcr_plus.rendezvous.store import exchange
+from mcr_plus.rendezvous.store_connections import listening
 
 if TYPE_CHECKING:
     from mcr_plus.membership.rules import Process
@@ -85,7 +87,7 @@ class _ReplicaConnection:
             raise
 
     def _connect(self, deadline: Deadline, is_away: Callable[[], bool]) -> None:
-        link = self._link = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        link = self._link = socket.socket(family_of(self._address[0]), socket.SOCK_STREAM)
         link.setblocking(False)
         status = link.connect_ex(self._address)
         if status not in (0, errno.EINPROGRESS):
@@ -256,10 +258,9 @@ def _start(
     order: dict[str, Any], address: str | None
 ) -> tuple[tuple[str, int] | None, subprocess.Popen[bytes] | None]:
     """Start this host's keeper; return its address, and the process that ends once the keeper has started."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = None
     try:
-        listener.bind((address or meeting_address(), 0))
-        listener.listen(1024)
+        listener = listening(address or meeting_address())
         started = subprocess.Popen(
             command("mcr_plus.hosts.key_replica"),
             stdin=subprocess.PIPE,
@@ -271,9 +272,10 @@ def _start(
         assert started.stdin is not None
         with started.stdin as stream:
             stream.write(json.dumps({**order, "socket": listener.fileno()}).encode())
-        return listener.getsockname(), started
+        return listener.getsockname()[:2], started
     except (OSError, LaunchError) as error:
         _log.warning("this host has no keeper of the ranks' decisions: %s", error)
         return None, None
     finally:
-        listener.close()
+        if listener is not None:
+            listener.close()

@@ -15,6 +15,7 @@ from mcr_plus.hosts.protocol import RankFinding, silence
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
 from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
+from mcr_plus.rendezvous.network import agree, host_addresses
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
@@ -110,9 +111,12 @@ class Peers:
         if store is None:
             return
         if not processes:
-            mine = json.dumps(own_process(hosts[rank], rank))
+            single = len(set(hosts)) == 1
+            mine = json.dumps([own_process(hosts[rank], rank), {} if single else host_addresses()])
             texts = exchange(store, rank, len(hosts), "peers", mine, timeout)
-            self.processes = tuple(Process(*json.loads(text)) for text in texts)
+            answers = [json.loads(text) for text in texts]
+            self.processes = tuple(Process(*process) for process, _ in answers)
+            agree([addresses for _, addresses in answers], hosts)
         if heartbeat is not None:
             self._findings = open_findings(store, rank, self.processes, secret, heartbeat, timeout)
         if self._findings is not None:

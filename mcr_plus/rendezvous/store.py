@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch.distributed import DistError
 
+from mcr_plus.core.addresses import is_loopback, place_of_text, place_text
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import (
     LOOPBACK,
@@ -36,7 +37,13 @@ from mcr_plus.rendezvous.arrivals import (
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.secret_offer import SecretOffer, read_offer
-from mcr_plus.rendezvous.store_connections import known_stores, listening, opened, server_of
+from mcr_plus.rendezvous.store_connections import (
+    known_stores,
+    listening,
+    opened,
+    prefer_family_of,
+    server_of,
+)
 from mcr_plus.rendezvous.store_namespaces import unused_name, unused_part
 from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 
@@ -103,13 +110,14 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
         raise LaunchError(f"rank {environment.rank} found no store: {error}") from error
     except (DistError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == EADDRINUSE:
-            place = f"{environment.master_addr}:{environment.master_port}"
+            place = place_text(environment.master_addr or "", environment.master_port)
             raise LaunchError(
                 f"rank {environment.rank} cannot listen on {place}, which another program, or a second rank "
                 f"{environment.rank}, uses; set "
                 "MASTER_ADDR and MASTER_PORT to another place on all ranks"
             ) from error
         raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
+    prefer_family_of(store)
     if (
         environment.launcher == "slurm"
     ):  # the steps may meet at the same port, which follows from their numbers
@@ -183,7 +191,7 @@ def _offered_secret(part: JobStore, name: str, rank: int, size: int, timeout: fl
     reasons = reasons if reasons.isprintable() else repr(reasons)
     if secret and str(rank) in without:
         raise LaunchError(f"another program has answered for rank {rank} in the job's store: {reasons}")
-    shared = on_one_host(ranks=size) or server_of(part)[0] in (LOOPBACK, "localhost")
+    shared = on_one_host(ranks=size) or is_loopback(server_of(part)[0])
     if shared or not without or _HAS_ITS_OWN in without.values():
         return b"", reasons or "rank 0 has not written the answer in the job's store"
     global _warned
@@ -338,7 +346,7 @@ def open_torch_store(environment: LaunchEnvironment, limit: timedelta) -> Store:
     try:
         store = _through_address(environment, limit)
     except OSError as error:
-        raise LaunchError(f"env://: rank 0 cannot listen on {address}:{port}: {error}") from error
+        raise LaunchError(f"env://: rank 0 cannot listen on {place_text(address, port)}: {error}") from error
     return unused_part(PrefixStore(f"torch/{size}", store), environment.rank, size, limit.total_seconds())
 
 
@@ -354,11 +362,12 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     if known is not None:  # init after finalize: this process already has the address
         return known
     is_server = environment.rank == 0 and not environment.agent_store
-    is_local = is_server and address in (LOOPBACK, "localhost")
-    listener = listening(LOOPBACK, port) if is_local else None
+    own = LOOPBACK if address == "localhost" else address
+    listener = listening(own, port) if is_server and is_loopback(address) else None
+    place = place_text(address, port)
     who = f"rank {environment.rank} of {environment.world_size}"
     server = "the launcher" if environment.agent_store else "rank 0"
-    with logged_waiting(lambda: f"{who} cannot connect to {address}:{port}, where {server} should listen"):
+    with logged_waiting(lambda: f"{who} cannot connect to {place}, where {server} should listen"):
         store = known_stores[address, port] = opened(address, port, limit, listener, serves=is_server)
     return store
 
@@ -390,9 +399,8 @@ def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Stor
     listener = None
     if comm.rank == 0:
         listener = listening(address or meeting_address())
-        host, port = listener.getsockname()
-        place[:64] = f"{host}:{port}".encode().ljust(64)
+        place[:64] = place_text(*listener.getsockname()[:2]).encode().ljust(64)
     comm.Bcast([place, mpi.BYTE], root=0)
-    host, _, number = place[:64].decode().strip().partition(":")
-    _by_mpi.append((opened(host, int(number), limit, listener), bytes(place[64:])))
+    host, port = place_of_text(place[:64].decode().strip())
+    _by_mpi.append((opened(host, port, limit, listener), bytes(place[64:])))
     return _by_mpi[0]

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.core.addresses import family_of, is_loopback, place_text
 from mcr_plus.core.c10d import TCPStore, on_socket
 from mcr_plus.core.environment import LOOPBACK, meeting_interface
 from mcr_plus.core.sockets import open_sockets, peer_of, shut
 from mcr_plus.errors import LaunchError
-from mcr_plus.rendezvous.network import meeting_address
+from mcr_plus.rendezvous.network import meeting_address, prefer
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
@@ -28,7 +29,7 @@ _LOOK_EVERY: Final = 0.1  # s between checks
 
 def listening(address: str, port: int = 0) -> socket.socket:
     """Return a listening socket bound to one address; TCPStore itself would bind all interfaces."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
@@ -90,7 +91,7 @@ def met_in(host: str, port: int, timeout: float) -> Store:
             known_stores[host, port] = known
         known.set_timeout(timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise LaunchError(f"no store at {host}:{port}, where ranks meet: {error}") from error
+        raise LaunchError(f"no store at {place_text(host, port)}, where ranks meet: {error}") from error
     return known
 
 
@@ -109,7 +110,7 @@ def server_of(store: Store) -> tuple[str, int]:
 def place_of(store: Store) -> str:
     """Return where ranks meet in a store, for messages: the server's address, or the file's path."""
     host, port = server_of(store)
-    return f"{host}:{port}" if host else str(getattr(_innermost(store), "path", "the job's store"))
+    return place_text(host, port) if host else str(getattr(_innermost(store), "path", "the job's store"))
 
 
 class StoreRelease:
@@ -142,12 +143,25 @@ class StoreRelease:
 
 def release(host: str, port: int) -> int:
     """Shut down all connections of this process to a server; return their number."""
+    return sum(map(shut, _connections(host, port)))
+
+
+def prefer_family_of(store: Store) -> None:
+    """Prefer the family of addresses by which this process has reached a store, if other hosts can too."""
+    host, port = server_of(store)
+    if host and not is_loopback(host):
+        for address in _connections(host, port).values():
+            prefer(family_of(address))
+
+
+def _connections(host: str, port: int) -> dict[int, str]:
+    """Return the descriptors of this process's connections to a server, with the server's address."""
     with contextlib.suppress(OSError):
         addresses = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         ends = ((descriptor, peer_of(descriptor)) for descriptor in open_sockets())
-        return sum(
-            shut(descriptor)
+        return {
+            descriptor: end.address
             for descriptor, end in ends
             if end is not None and end.address in addresses and end.port == port
-        )
-    return 0
+        }
+    return {}

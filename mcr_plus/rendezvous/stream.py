@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from mcr_plus.core.addresses import family_of
 from mcr_plus.errors import BackendError
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ def key_of(secret: bytes, nonce: str) -> bytes:
 
 def listen(address: str) -> socket.socket:
     """Return a socket for receivers to connect to."""
-    listener = socket.create_server((address, 0), backlog=128)
+    listener = socket.create_server((address, 0), family=family_of(address), backlog=128)
     listener.settimeout(_LOOK_S)
     return listener
 

@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from mcr_plus.core.environment import LOOPBACK, masquerade_name, speaks_for_both, torch_environment
+from mcr_plus.core.addresses import is_loopback
+from mcr_plus.core.environment import masquerade_name, speaks_for_both, torch_environment
 from mcr_plus.errors import ConfigError
 
 _NAME: Final = "mcr"
@@ -71,7 +72,7 @@ def _env_on_loopback(
     from mcr_plus.rendezvous.store import open_torch_store
 
     place = torch_environment()
-    if place is None or place.master_addr not in ("localhost", LOOPBACK):
+    if place is None or not is_loopback(place.master_addr or ""):
         yield from usual(url, timeout=timeout, **others)
         return
     query = {name: int(values[0]) for name, values in parse_qs(urlsplit(url).query).items()}

@@ -145,7 +145,7 @@ def test_every_folder_of_the_package_has_its_place_and_tests() -> None:
 def variables(path: Path) -> set[str]:
     """Return the names of environment variables in the texts of a program."""
     texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-    names = r"RANK|WORLD_SIZE|(MCR|OMPI|PMI|PMIX|MPI|SLURM|TORCH\w*|MASTER|GLOO|LOCAL|RAY)_[A-Z_]*[A-Z]"
+    names = r"RANK|WORLD_SIZE|(MCR|OMPI|PMI|PMIX|MPI|SLURM|TORCH\w*|MASTER|GLOO|LOCAL|RAY|PET)_[A-Z_]*[A-Z]"
     return {text for text in texts if isinstance(text, str) and re.fullmatch(names, text)}
 
 

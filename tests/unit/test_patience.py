@@ -129,3 +129,14 @@ def test_a_process_of_multiprocessing_without_a_rank_is_told(
     with caplog.at_level(logging.WARNING):
         init._warn_of_siblings(single)
     assert "is a job of one rank: no RANK and WORLD_SIZE are set" in caplog.text
+
+
+@pytest.mark.parametrize(("nodes", "told"), [("1", False), ("2", True), ("1:4", True)])
+def test_a_process_in_one_of_several_pods_without_a_rank_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, nodes: str, told: bool
+) -> None:
+    monkeypatch.setenv("PET_NNODES", nodes)
+    with caplog.at_level(logging.WARNING):
+        init._warn_of_siblings(LaunchEnvironment(0, 1, 0, 1, "single", None, None, False))
+        init._warn_of_siblings(LaunchEnvironment(0, 1, 0, 1, "torchrun", None, None, False))
+    assert caplog.text.count(f"PET_NNODES={nodes}, but this is a job of one rank") == int(told)

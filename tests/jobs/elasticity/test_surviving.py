@@ -200,12 +200,15 @@ def test_a_host_that_is_cut_off_while_the_others_make_the_next_world(tmp_path: P
 
 @long
 @several_hosts
-def test_a_training_loop_on_two_hosts_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", [4, 6])
+def test_a_training_loop_on_two_hosts_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: int
+) -> None:
     """Rank 0 dies in a backward pass, and a rank of the other host later; the oracle is one process."""
     monkeypatch.setenv("MCR_RESTARTS", "0")
     plan = {"steps": 30, "deaths": [[0, 5, 0, "backward"], [3, 15, 0, "forward"]], "nap": 0.05}
     words = [nursery().python, PROGRAM, str(tmp_path), json.dumps(plan)]
-    with TwoHosts(None) as hosts, errors_in(tmp_path) as output:
+    with TwoHosts(None, (family,)) as hosts, errors_in(tmp_path) as output:
         started = list(hosts.start(words, per_host=2, **output))
         statuses = [process.wait(60) for process in started]
     text = (tmp_path / "errors").read_text()

@@ -216,12 +216,13 @@ REASON = why_not(mpi=False)
 
 
 @pytest.mark.skipif(REASON is not None, reason=f"hosts: {REASON}")
+@pytest.mark.parametrize("family", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_ranks_of_another_host_are_fetched_by_the_agents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: int
 ) -> None:
     """As on two machines: of the pages of ranks, those of the first host alone can be seen."""
     words = [nursery().python, HERE, str(tmp_path)]
-    with TwoHosts(None) as hosts, (tmp_path / "errors").open("wb") as errors:
+    with TwoHosts(None, (family,)) as hosts, (tmp_path / "errors").open("wb") as errors:
         started = list(hosts.start(words, per_host=1, stdout=errors, stderr=errors))
         try:
             files = [tmp_path / f"pid{rank}" for rank in range(2)]

@@ -22,6 +22,7 @@ from mcr_plus.core.environment import package_version
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.elasticity.api import seconds_of
+from mcr_plus.elasticity.leaving import agreed_with_notices, unless_told
 from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.engine.closing import drain
@@ -33,13 +34,14 @@ from mcr_plus.errors import (
     Revoked,
     phrase_ranks,
 )
-from mcr_plus.job.epoch_change import join_job, leave_epoch
+from mcr_plus.job.epoch_change import Regrouping, join_job, leave_epoch
 from mcr_plus.job.init import current
+from mcr_plus.job.notice import notice
 from mcr_plus.job.rebind import Inheritance, inheriting
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.local_sgd.local import LocalSteps
 from mcr_plus.membership.request import JoinRequest
-from mcr_plus.membership.rules import Proposal
+from mcr_plus.membership.rules import ON_NOTICE, Proposal
 from mcr_plus.training.parameters import unaveraged
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks in the store for processes that want to join
@@ -119,6 +121,11 @@ def elastic(
     them within one step. A sampler that counts calls is a step ahead after a repeated step: derive the data
     from the number of the step.
 
+    With `elastic: {notice: ...}` in the configuration, a rank may be told to leave (SIGTERM, a file). It
+    completes its step; then the others go on without it, and its process ends with status 0 (`SystemExit`).
+    If all ranks are told, or fewer than `min_ranks` would be left, the loop ends on all of them after the
+    step, with a line on stderr, so that the program can save its state.
+
     Args:
         model: replicated on all ranks; changed in place.
         optimizer: the optimizer of the model; its state is replicated too.
@@ -140,7 +147,8 @@ def elastic(
         BackendError: fewer ranks than `min_ranks` are left.
         Revoked: the others have declared this rank lost, for example after a SIGSTOP.
         LaunchError: the job refused this process: its version, configuration or model differs.
-        SystemExit: this process was restarted, and the others have completed the last step meanwhile.
+        SystemExit: this process was restarted, and the others have completed the last step meanwhile; or
+            this rank has left on notice.
 
     Example:
         ```python
@@ -183,6 +191,7 @@ class _Loop:
         self._done = 0  # steps in the state of model and optimizer; -1 while they have no valid state
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
+        self._leavers: list[int] = []  # ranks that leave on notice after this step
         self._applied = False  # whether the optimizer has made its step in the current iteration
         self._newcomers = Newcomers(model, optimizer, precopies=precopy)
         self._receiver: StateReceiver | None = None  # set until this process has the state
@@ -193,6 +202,7 @@ class _Loop:
             raise InvalidArgument(
                 f"min_ranks: expected a number of ranks from 1 to {runtime.world.size}, got {self._least}"
             )
+        self._begins_job = not joins
         if joins:
             self._join()
         elif runtime.roster is not None:
@@ -201,14 +211,19 @@ class _Loop:
 
     def steps(self) -> Iterator[ElasticStep]:
         """Yield the steps, see `elastic`. The hook on the optimizer lives as long as this generator."""
+        notice.listen(current().config, again=True)
         hook = self._optimizer.register_step_post_hook(self._note_applied)
         try:
             yield from self._steps_left()
         finally:
             hook.remove()
             self._newcomers.end()
+            notice.close()
 
     def _steps_left(self) -> Iterator[ElasticStep]:
+        # Ranks that were told in `init` leave before their first step.
+        if self._begins_job and current().config.elastic.notice is not None and self._change(regroups=False):
+            return
         while not self._ended():
             step = ElasticStep(self._done, _is_loss=self._is_loss)
             self._applied = False
@@ -224,17 +239,44 @@ class _Loop:
             # If a rank is lost after this rank's optimizer step, this rank does not repeat the step.
             if not regroups or self._applied:
                 self._done += 1
-            if not regroups:
-                try:
-                    regroups = self._meet_newcomers()
-                    if regroups:
-                        drain(current().engine)
-                except BackendError as error:
-                    if not self._is_loss(error):
-                        raise
-                    regroups = True
-            if regroups:
-                self._regroup()
+            if self._change(regroups):
+                return
+
+    def _change(self, regroups: bool) -> bool:
+        """Let ranks leave and join between two steps; return whether the loop ends on notice.
+
+        `regroups`: a rank was lost in the step.
+        """
+        if not regroups:
+            try:
+                regroups = self._meet_newcomers()
+                if regroups:
+                    drain(current().engine)
+            except BackendError as error:
+                if not self._is_loss(error):
+                    raise
+                regroups = True
+        if self._leavers and self._ends_with(current().world.size - len(self._leavers), waits=regroups):
+            return True
+        if regroups or self._leavers:
+            self._regroup()
+        return False
+
+    def _ends_with(self, left: int, *, waits: bool) -> bool:
+        """Return whether too few ranks are left, and the loop ends on all. `waits`: newcomers wait."""
+        if left > 0 and (waits or left >= (self._least or 1)):
+            return False
+        if current().world.rank == 0:
+            told = phrase_ranks(self._leavers)
+            _log.warning(
+                "elastic: %s %s notice to leave; %s, so the loop ends on all ranks after %d steps",
+                told,
+                "has" if len(self._leavers) == 1 else "have",
+                f"{left} would be left, fewer than min_ranks={self._least}" if left else "nobody is left",
+                self._done,
+            )
+        self._end()
+        return True
 
     def _note_applied(self, *_: object) -> None:
         self._applied = True
@@ -269,40 +311,46 @@ class _Loop:
                 runtime.roster.end()
 
     def _meet_newcomers(self) -> bool:
-        """Do for waiting processes what rank 0 decided one step ago.
+        """Do for waiting processes what rank 0 decided, and learn which ranks have notice to leave.
 
-        Returns whether to take them in now; the same on all ranks.
+        Returns whether to take processes in now; the same on all ranks. Without notices, the decision was
+        made one step ago, so that no rank waits for it.
         """
         runtime = current()
-        if runtime.roster is None:
-            return False
         comm, wanted = runtime.communicator, StateRequest()
         now = time.monotonic()
-        if comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
+        if runtime.roster is not None and comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
             self._looked = now
             wanted = self._newcomers.look(runtime.roster)
-        agreed = wanted
-        if comm.size > 1:
-            agreed = StateRequest()
-            if self._asking is not None:
-                work, errand = self._asking
-                work.wait()
-                agreed = StateRequest(*errand.tolist())
-            self._asking = None
-            if agreed.what != TAKE_IN:
-                errand = torch.tensor(wanted, device="cpu")
-                asks = comm.broadcast(errand, 0, async_op=True, compress=False, tag=_TAG)
-                if asks is not None:
-                    self._asking = asks, errand
-        if agreed.what == GIVE:
+        if runtime.config.elastic.notice is not None:
+            agreed, told = agreed_with_notices(comm, wanted)
+            self._leavers = told if self._steps is None or self._done < self._steps else []
+        else:
+            agreed = wanted if comm.size == 1 else self._asked(comm, wanted)
+        if agreed.what == GIVE and runtime.roster is not None:
             self._newcomers.give(runtime.roster, agreed)
         return agreed.what == TAKE_IN
+
+    def _asked(self, comm: Communicator, wanted: StateRequest) -> StateRequest:
+        """Return what rank 0 wanted one step ago, and begin to send what it wants now."""
+        agreed = StateRequest()
+        if self._asking is not None:
+            work, errand = self._asking
+            work.wait()
+            agreed = StateRequest(*errand.tolist())
+        self._asking = None
+        if agreed.what != TAKE_IN:
+            errand = torch.tensor(wanted, device="cpu")
+            asks = comm.broadcast(errand, 0, async_op=True, compress=False, tag=_TAG)
+            if asks is not None:
+                self._asking = asks, errand
+        return agreed
 
     def _join(self) -> None:
         """Become a rank of the job."""
         self._done = -1
         self._receiver = StateReceiver(self._model, self._optimizer)
-        poll = self._receiver.poll if self._precopy else _be_ready
+        poll = unless_told(self._receiver.poll if self._precopy else _be_ready)
         try:
             with inheriting(current()) as inheritance:
                 joined = join_job(self._passport, self._proposal(), self._timeout, "elastic", poll)
@@ -319,7 +367,9 @@ class _Loop:
             self._regroup()
 
     def _proposal(self) -> Proposal:
-        return Proposal(least=self._least, patient=True)
+        """Return this rank's proposal, with its notice if all ranks have completed the step with it."""
+        leaves, self._leavers = current().world.rank in self._leavers, []
+        return Proposal(least=self._least, patient=not leaves, leaves=leaves)
 
     def _regroup(self) -> None:
         """Go on with the remaining ranks and waiting processes; repeat if a rank is lost meanwhile."""
@@ -329,7 +379,7 @@ class _Loop:
             if (roster := current().roster) is not None:
                 roster.precopies = self._newcomers.precopies()
             with inheriting(current()) as inheritance:
-                runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
+                runtime, changes = self._left_epoch(self._proposal())
                 lost.update(changes.lost)
                 if runtime.roster is not None:
                     self._newcomers.have_joined(runtime.roster)
@@ -344,6 +394,17 @@ class _Loop:
                 line = _line(lost, changes.joined, self._done, runtime.world.size, seconds)
                 _log.warning("%s", line)
             return
+
+    def _left_epoch(self, proposal: Proposal) -> tuple[Runtime, Regrouping]:
+        """Call `leave_epoch`; end this process if it is told to leave, and the others go on without it."""
+        try:
+            return leave_epoch(current(), proposal, self._timeout, "elastic")
+        except Revoked:
+            if not proposal.leaves:
+                raise
+            number = environment.launch_environment().rank
+            _log.info("elastic: rank %d leaves on notice (%s)", number, notice.reason)
+            raise SystemExit(0) from None
 
     def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
         """Start in a new world: hook the model into it, and get the state of the foremost rank.
@@ -442,7 +503,10 @@ def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.O
 
 def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, seconds: float) -> str:
     """Describe the change of ranks in one line."""
-    losses = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in lost.items()]
+    losses = [
+        f"{phrase_ranks([rank])} {'left on notice' if why == ON_NOTICE else f'was lost ({why})'}"
+        for rank, why in lost.items()
+    ]
     what = ", ".join([*losses, *([f"{phrase_ranks(joined)} joined"] if joined else [])]) or "no rank was lost"
     who = "1 rank goes" if size == 1 else f"{size} ranks go"
     return f"elastic: {what}; {who} on with step {step} after {seconds:.2f} s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +15,12 @@ import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.transfer import Has, broadcast_state
-from mcr_plus.config import reader as configuration
 from mcr_plus.core import environment
-from mcr_plus.core.environment import package_version
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.elasticity.api import seconds_of
 from mcr_plus.elasticity.leaving import agreed_with_notices, unless_told
-from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest
+from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest, passport_of
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.engine.closing import drain
 from mcr_plus.errors import (
@@ -187,7 +184,7 @@ class _Loop:
         self._steps = steps
         self._least = environment.min_ranks() if min_ranks is None else min_ranks
         self._timeout = runtime.world.timeout if timeout is None else seconds_of(timeout)
-        self._passport = _passport(runtime, model, optimizer)
+        self._passport = passport_of(runtime, model, optimizer)
         self._done = 0  # steps in the state of model and optimizer; -1 while they have no valid state
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
@@ -485,20 +482,6 @@ def _check_arguments(
             "replicas would not stay equal; call mcr.wrap(model, optimizer) first (without "
             "DistributedDataParallel around it), or mcr.local, and pass what it returns as `state`"
         )
-
-
-def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the properties that a newcomer must share with the job."""
-    shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
-    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
-    count = sum(1 for _ in model.parameters())
-    return {
-        "mcr_plus": package_version(),
-        "torch": torch.__version__,
-        "the configuration": configuration.fingerprint(runtime.config),
-        "the model": f"{type(model).__name__} with {count} parameters (digest of their shapes: {digest})",
-        "the optimizer": type(optimizer).__name__,
-    }
 
 
 def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, seconds: float) -> str:

@@ -139,7 +139,7 @@ def decide(
     least = min((each.least for each in proposals.values() if each.least is not None), default=None)
     # Ranks with notice stay if the job could not continue without them: others may have died meanwhile.
     stay = [rank for rank in reached if not proposals[rank].leaves]
-    if len(stay) + len(newcomers) < (least or 1):
+    if not stay or len(stay) + len(newcomers) < (least or 1):
         stay = reached
     leavers = [rank for rank in reached if rank not in stay]
     # Only a majority may continue: otherwise two partitions could both continue.

@@ -263,9 +263,9 @@ class NoticeOptions(StageOptions):
 
 
 class BuddyOptions(StageOptions):
-    """Copies of shards on another rank. `every`: number of steps from one copy to the next."""
+    """Copies of shards on another rank. `steps`: most steps that may be lost with a rank."""
 
-    every: Annotated[int, Field(ge=1)]
+    steps: Annotated[int, Field(ge=1)]
 
 
 class Elastic(StageOptions):

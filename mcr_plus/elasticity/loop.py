@@ -19,7 +19,7 @@ from mcr_plus.core import environment
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.elasticity.api import seconds_of
-from mcr_plus.elasticity.leaving import agreed_with_notices, unless_told
+from mcr_plus.elasticity.leaving import agreed_with_notices, changes_line, end_of_leaver, ends_on_notice, unless_told
 from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest, passport_of
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.engine.closing import drain
@@ -29,7 +29,6 @@ from mcr_plus.errors import (
     NotInitialized,
     PeerLost,
     Revoked,
-    phrase_ranks,
 )
 from mcr_plus.job.epoch_change import Regrouping, join_job, leave_epoch
 from mcr_plus.job.init import current
@@ -38,7 +37,7 @@ from mcr_plus.job.rebind import Inheritance, inheriting
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.local_sgd.local import LocalSteps
 from mcr_plus.membership.request import JoinRequest
-from mcr_plus.membership.rules import ON_NOTICE, Proposal
+from mcr_plus.membership.rules import Proposal
 from mcr_plus.training.parameters import unaveraged
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks in the store for processes that want to join
@@ -253,27 +252,13 @@ class _Loop:
                 if not self._is_loss(error):
                     raise
                 regroups = True
-        if self._leavers and self._ends_with(current().world.size - len(self._leavers), waits=regroups):
+        world = current().world
+        if ends_on_notice(self._leavers, world.rank, world.size, self._least, self._done, waits=regroups):
+            self._end()
             return True
         if regroups or self._leavers:
             self._regroup()
         return False
-
-    def _ends_with(self, left: int, *, waits: bool) -> bool:
-        """Return whether too few ranks are left, and the loop ends on all. `waits`: newcomers wait."""
-        if left > 0 and (waits or left >= (self._least or 1)):
-            return False
-        if current().world.rank == 0:
-            told = phrase_ranks(self._leavers)
-            _log.warning(
-                "elastic: %s %s notice to leave; %s, so the loop ends on all ranks after %d steps",
-                told,
-                "has" if len(self._leavers) == 1 else "have",
-                f"{left} would be left, fewer than min_ranks={self._least}" if left else "nobody is left",
-                self._done,
-            )
-        self._end()
-        return True
 
     def _note_applied(self, *_: object) -> None:
         self._applied = True
@@ -320,7 +305,7 @@ class _Loop:
             self._looked = now
             wanted = self._newcomers.look(runtime.roster)
         if runtime.config.elastic.notice is not None:
-            agreed, told = agreed_with_notices(comm, wanted)
+            agreed, told, _ = agreed_with_notices(comm, wanted)
             self._leavers = told if self._steps is None or self._done < self._steps else []
         else:
             agreed = wanted if comm.size == 1 else self._asked(comm, wanted)
@@ -388,7 +373,7 @@ class _Loop:
             first = next(rank for rank, before in enumerate(changes.former) if before is not None)
             if runtime.world.rank == first:
                 seconds = time.monotonic() - began
-                line = _line(lost, changes.joined, self._done, runtime.world.size, seconds)
+                line = changes_line(lost, changes.joined, self._done, runtime.world.size, seconds)
                 _log.warning("%s", line)
             return
 
@@ -399,9 +384,7 @@ class _Loop:
         except Revoked:
             if not proposal.leaves:
                 raise
-            number = environment.launch_environment().rank
-            _log.info("elastic: rank %d leaves on notice (%s)", number, notice.reason)
-            raise SystemExit(0) from None
+            raise end_of_leaver() from None
 
     def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
         """Start in a new world: hook the model into it, and get the state of the foremost rank.
@@ -482,14 +465,3 @@ def _check_arguments(
             "replicas would not stay equal; call mcr.wrap(model, optimizer) first (without "
             "DistributedDataParallel around it), or mcr.local, and pass what it returns as `state`"
         )
-
-
-def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, seconds: float) -> str:
-    """Describe the change of ranks in one line."""
-    losses = [
-        f"{phrase_ranks([rank])} {'left on notice' if why == ON_NOTICE else f'was lost ({why})'}"
-        for rank, why in lost.items()
-    ]
-    what = ", ".join([*losses, *([f"{phrase_ranks(joined)} joined"] if joined else [])]) or "no rank was lost"
-    who = "1 rank goes" if size == 1 else f"{size} ranks go"
-    return f"elastic: {what}; {who} on with step {step} after {seconds:.2f} s"

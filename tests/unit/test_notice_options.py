@@ -35,8 +35,8 @@ def test_notices_are_read_and_written(given: Any, sigterm: bool, file: str | Non
         ({"notice": {"file": "leave"}}, "notice.file: expected the absolute path of a file, got 'leave'"),
         ({"notice": {"file": "/run/{pid}"}}, "unknown placeholder in '/run/{pid}'; known: {rank}, {host}"),
         ({"notice": {"sigterm": "yes"}}, "elastic.notice.sigterm: expected true or false, got 'yes'"),
-        ({"buddies": {"every": 0}}, "elastic.buddies.every: expected a number of at least 1, got 0"),
-        ({"buddies": {}}, "elastic.buddies.every: missing; expected a value"),
+        ({"buddies": {"steps": 0}}, "elastic.buddies.steps: expected a number of at least 1, got 0"),
+        ({"buddies": {}}, "elastic.buddies.steps: missing; expected a value"),
         ({"notices": "sigterm"}, "unknown key 'notices'; known: buddies, notice"),
     ],
 )

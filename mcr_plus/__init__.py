@@ -115,13 +115,14 @@ __all__ = [
     "SyncClosed", "Unsupported", "WeightSync", "Work", "all_gather", "all_gather_coalesced",
     "all_gather_into_tensor", "all_gather_object", "all_gather_v", "all_reduce", "all_reduce_coalesced",
     "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object",
-    "broadcast_parameters", "capture", "compile", "ddp_hook", "dump", "elastic", "elastic_sharded", "explain", "finalize",
-    "flush", "fsdp", "fsdp_state", "gather", "gather_v", "get_backends", "get_rank", "get_world_size",
-    "init", "irecv", "is_initialized", "isend", "join_sync", "load_state_dict", "local", "new_group",
-    "no_sync", "parallelize", "persistent", "plan_report", "profile", "reconfigure", "reconfigure_handle",
-    "record", "recv", "redistribute", "redistribution", "reduce", "reduce_scatter",
-    "reduce_scatter_coalesced", "reduce_scatter_tensor", "reduce_scatter_v", "reset", "scatter",
-    "scatter_v", "send", "shrink", "shrink_group", "state_dict", "sync", "world", "wrap",
+    "broadcast_parameters", "capture", "compile", "ddp_hook", "dump", "elastic", "elastic_sharded",
+    "explain", "finalize", "flush", "fsdp", "fsdp_state", "gather", "gather_v", "get_backends",
+    "get_rank", "get_world_size", "init", "irecv", "is_initialized", "isend", "join_sync",
+    "load_state_dict", "local", "new_group", "no_sync", "parallelize", "persistent", "plan_report",
+    "profile", "reconfigure", "reconfigure_handle", "record", "recv", "redistribute", "redistribution",
+    "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_tensor", "reduce_scatter_v",
+    "reset", "scatter", "scatter_v", "send", "shrink", "shrink_group", "state_dict", "sync", "world",
+    "wrap",
 ]  # fmt: skip
 
 _NAMES = {

@@ -72,7 +72,6 @@ from mcr_plus.core import environment
 from mcr_plus.core.kinds import Sums
 from mcr_plus.errors import InvalidArgument, short, unknown
 
-
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 

@@ -13,7 +13,6 @@ Memory: a rank keeps its own shards and those of another one twice while a copy 
 from __future__ import annotations
 
 import threading
-import time
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
@@ -22,14 +21,14 @@ import torch
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.elasticity import state_stream
-from mcr_plus.elasticity.state_stream import StateMessage, accepted
+from mcr_plus.elasticity.state_stream import accepted
 from mcr_plus.errors import BackendError, PeerLost, phrase_ranks
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.network import host_address
-from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
+from mcr_plus.rendezvous.stream import StreamClosed
 from mcr_plus.training.fsdp_state import Offer, RankShards, ShardPiece
 
 _LOSS_SHOWS: Final = 5.0  # s after the end of a connection in which the death that ended it shows

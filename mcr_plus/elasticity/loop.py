@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,13 @@ from mcr_plus.core import environment
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.elasticity.api import seconds_of
-from mcr_plus.elasticity.leaving import agreed_with_notices, changes_line, end_of_leaver, ends_on_notice, unless_told
+from mcr_plus.elasticity.leaving import (
+    agreed_with_notices,
+    changes_line,
+    end_of_leaver,
+    ends_on_notice,
+    unless_told,
+)
 from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest, passport_of
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.engine.closing import drain

@@ -1,4 +1,4 @@
-"""`mcr.elastic_sharded`: a training loop for models in shards (FSDP2) that ranks leave, and may be lost from."""
+"""`mcr.elastic_sharded`: a training loop for FSDP2 models that goes on with fewer ranks."""
 
 from __future__ import annotations
 

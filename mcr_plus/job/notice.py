@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
 
 
-class Notice:
+class LeaveNotice:
     """The notice of this process.
 
     Attributes:
@@ -84,4 +84,4 @@ class Notice:
         self.reason = self.reason or "SIGTERM"
 
 
-notice = Notice()
+notice = LeaveNotice()

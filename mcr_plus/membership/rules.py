@@ -121,8 +121,9 @@ def decide(
 
     A member without a proposal is waited for until some member has found it lost. Of members with a proposal,
     the dead are left out. If some of them do not reach each other, those that most others reach continue.
-    They must be more than half of the members that may still run and do not leave on notice, or `least`. A minority waits for members
-    that may run and have not proposed: one member that hears nobody must not stop a majority.
+    They must be more than half of the members that may still run and do not leave on notice, or `least`. A
+    minority waits for members that may run and have not proposed: one member that hears nobody must not stop
+    a majority.
     """
     if (wrong := _wrong_argument(proposals, seen)) is not None:
         return wrong

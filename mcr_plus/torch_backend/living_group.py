@@ -264,7 +264,9 @@ class LivingGroup(HookableGroup):
         stay = [rank for rank in range(self._size) if rank not in excluded]
         if communicator is not runtime.communicator:
             ranks = [communicator.ranks[rank] for rank in stay]
-            return self.with_communicator(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
+            return self.with_communicator(
+                torch_job.open(runtime, ranks, self._name, communicator.opened.config)
+            )
         proposal = Proposal(named=tuple(excluded), least=len(stay))
         with inheriting(runtime, takes_codecs=True) as inheritance:
             new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")

@@ -115,9 +115,7 @@ def rebuilt_state(comm: Communicator, offers: Sequence[Offer]) -> dict[str, Any]
     return _received(comm, own, first, sources)
 
 
-def shards_of(
-    model: object, optimizer: object, step: object, tensors: list[torch.Tensor]
-) -> RankShards:
+def shards_of(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> RankShards:
     """Return this rank's shards and other state, or the problem; appends its pieces to `tensors`."""
     try:
         return _had(model, optimizer, step, tensors)

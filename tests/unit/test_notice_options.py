@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from mcr_plus.config import reader
 from mcr_plus.errors import ConfigError
 
@@ -30,7 +31,10 @@ def test_notices_are_read_and_written(given: Any, sigterm: bool, file: str | Non
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"notice": "sigint"}, "elastic.notice: expected a mapping of options, got 'sigint'; known: file, si"),
+        (
+            {"notice": "sigint"},
+            "elastic.notice: expected a mapping of options, got 'sigint'; known: file, si",
+        ),
         ({"notice": {}}, "elastic.notice: tells no rank anything; expected `sigterm: true`, `file: PATH`"),
         ({"notice": {"file": "leave"}}, "notice.file: expected the absolute path of a file, got 'leave'"),
         ({"notice": {"file": "/run/{pid}"}}, "unknown placeholder in '/run/{pid}'; known: {rank}, {host}"),

@@ -9,7 +9,8 @@ it, whatever the step. A step of fewer than "full" ranks takes "nap" seconds mor
 "last_nap", and a rank that is started again waits for "late" seconds. With "logs", a rank that dies in a
 "step" does so once the others have made it. With "exact", every window is a backward pass, and they are added
 up exactly, in float32; deaths may also be "between" passes. "notices" are like deaths, [rank, step, how]: by
-SIGTERM ("sigterm", "twice"; step -1 is within `init`), or by the "file" that the configuration names. Each rank writes what it has at the end to
+SIGTERM ("sigterm", "twice"; step -1 is within `init`), or by the "file" that the configuration names. Each
+rank writes what it has at the end to
 FOLDER/end.RANK. See tests/jobs/elasticity/test_elastic.py.
 """
 
@@ -119,13 +120,8 @@ def notify(plan: dict[str, Any], step: int, slot: int, folder: str) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(folder: str, text: str) -> None:
-    """Train."""
-    torch.set_num_threads(1)
-    plan = json.loads(text)
-    slot, restarts = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
-    deaths = {(step, where) for at, step, times, where in plan["deaths"] if (at, times) == (slot, restarts)}
-    time.sleep(plan.get("late", 0.0) if restarts else 0.0)
+def notify_within_init(plan: dict[str, Any], slot: int, folder: str) -> None:
+    """Tell this rank to leave while `init` finds the other ranks, if the plan says so."""
     find = init._find_ranks
 
     def told_within(*given: Any) -> Any:
@@ -133,6 +129,16 @@ def main(folder: str, text: str) -> None:
         return find(*given)
 
     setattr(init, "_find_ranks", told_within)  # noqa: B010 - mypy takes an assignment for a mistake
+
+
+def main(folder: str, text: str) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    plan = json.loads(text)
+    slot, restarts = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
+    deaths = {(step, where) for at, step, times, where in plan["deaths"] if (at, times) == (slot, restarts)}
+    time.sleep(plan.get("late", 0.0) if restarts else 0.0)
+    notify_within_init(plan, slot, folder)
     mcr.init(plan.get("config", {}).get(str(restarts)), timeout=60)
     if (-1, "setup") in deaths:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+
 from mcr_plus.membership.rules import ON_NOTICE, Process, Proposal, decide
 
 NEWCOMER = Process(9, "", "here", 9)

@@ -189,7 +189,7 @@ def steps_on(hosts: TwoHosts, copies: int, steps: int, batch: int) -> tuple[floa
             os.environ[_JOB] = before or ""
         told = json.loads(Path(folder, "notes.0").read_text())
     notes, sent = told["notes"], told["sent"]
-    # From the first copy on: before it, the program compiles kernels.
+    # From the second copy on, whole periods: before it, the program compiles kernels.
     begin = max(copies // 2, steps // 6)
     last = begin + (len(notes) - 1 - begin) // max(1, copies // 2) * max(1, copies // 2)
     seconds = (notes[last][2] - notes[begin][2]) / (last - begin)
@@ -237,7 +237,7 @@ def main(
             turns = harness.in_turns(
                 {"without": 0, "buddies": copies},
                 rounds,
-                lambda each: steps_on(hosts, each, 2 * copies, batch),
+                lambda each: steps_on(hosts, each, copies + copies // 2 + 2, batch),
             )
         ratio = [b[0] / w[0] for b, w in zip(turns["buddies"], turns["without"], strict=True)]
         seconds = [f"{median(each[0] for each in turns[name]):.3f}" for name in ("without", "buddies")]

@@ -213,7 +213,7 @@ class _Loop:
 
     def steps(self) -> Iterator[ElasticStep]:
         """Yield the steps, see `elastic`. The hook on the optimizer lives as long as this generator."""
-        notice.listen(current().config, again=True)
+        notice.resume(current().config)
         hook = self._optimizer.register_step_post_hook(self._note_applied)
         try:
             yield from self._steps_left()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mcr_plus.communicator.transfer import broadcast_state
 from mcr_plus.core import environment
 from mcr_plus.core.units import whole_number
 from mcr_plus.elasticity.api import seconds_of
@@ -124,7 +125,7 @@ class _ShardedLoop:
 
     def steps(self) -> Iterator[ShardedStep]:
         """Yield the steps, see `elastic_sharded`."""
-        notice.listen(current().config, again=True)
+        notice.resume(current().config)
         try:
             self._prepare()
             if self._change(None):
@@ -240,19 +241,21 @@ class _ShardedLoop:
         """Return the state with which all ranks go on; collective."""
         comm = current().communicator
         steps = comm.all_gather_object(-1 if self._whole is None else self._whole["step"], tag="elastic")
-        if min(steps) < 0 or min(steps) != max(steps):
+        if max(steps) < 0:
             self._whole = rebuilt_state(comm, offers)
+        elif min(steps) < max(steps):  # a rank was lost while the others got it, or before they had copies
+            self._whole = broadcast_state(self._whole, comm, steps.index(max(steps)))
         assert self._whole is not None
         return self._whole
 
     def _set_up(self, state: dict[str, Any] | None) -> None:
         """Build the model over the current ranks, load `state` if there is one, and copy the shards."""
-        self._model = self._optimizer = None
-        self._model, self._optimizer = self._build()
-        self._optimizer.register_step_post_hook(self._note_applied)
+        model, optimizer = self._build()
+        optimizer.register_step_post_hook(self._note_applied)
         if state is not None:
-            load(self._model, self._optimizer, state)
+            load(model, optimizer, state)
             self._done = state["step"]
+        self._model, self._optimizer = model, optimizer
         runtime = current()
         self._buddies = None
         if runtime.config.elastic.buddies is not None and runtime.world.size > 1:

@@ -136,8 +136,11 @@ def init(
             raise
         try:
             return begin(loaded, world, seconds).communicator
-        except ConfigError as error:  # its text names file and line; our frames add nothing
-            raise error.with_traceback(None) from None
+        except McrError as error:
+            notice.close()
+            if isinstance(error, ConfigError):  # its text names file and line; our frames add nothing
+                raise error.with_traceback(None) from None
+            raise
 
 
 def _load(config: Source, backends: Sequence[str] | None, seconds: float | None) -> Config:
@@ -169,7 +172,11 @@ def join(loaded: Config | ConfigError, store: JobStore, rank: int, size: int, ti
     with _lock:
         alone = World(0, 1, (host_name(),), timeout)
         world = alone if size == 1 else world_of(store, rank, size, timeout)
-        return begin(notice.listen(loaded), world, timeout, native=False)
+        try:
+            return begin(notice.listen(loaded), world, timeout, native=False)
+        except McrError:
+            notice.close()
+            raise
 
 
 def rendezvous(timeout: float) -> tuple[Store, int, int]:

@@ -62,6 +62,12 @@ class LeaveNotice:
             self._handles = True
         return config
 
+    def resume(self, config: Config) -> None:
+        """Take notices within a job, if `close` has ended that; raises `ConfigError` outside the main thread."""
+        listened = self.listen(config, again=True)
+        if isinstance(listened, ConfigError):
+            raise listened
+
     @property
     def is_open(self) -> bool:
         """Whether notices are taken."""

@@ -63,7 +63,7 @@ class LeaveNotice:
         return config
 
     def resume(self, config: Config) -> None:
-        """Take notices within a job, if `close` has ended that; raises `ConfigError` outside the main thread."""
+        """Take notices again after `close`, within a job; raises `ConfigError` as `listen` returns it."""
         listened = self.listen(config, again=True)
         if isinstance(listened, ConfigError):
             raise listened

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.work import Work
     from mcr_plus.elasticity.api import reconfigure, reconfigure_handle, shrink
     from mcr_plus.elasticity.loop import elastic
+    from mcr_plus.elasticity.sharded import elastic_sharded
     from mcr_plus.errors import (
         AlreadyInitialized,
         BackendError,
@@ -116,9 +117,9 @@ __all__ = [
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_v", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
     "broadcast", "broadcast_object", "broadcast_parameters", "capture", "compile", "ddp_hook", "dump",
-    "elastic", "explain", "finalize", "flush", "fsdp", "fsdp_state", "gather", "gather_v", "get_backends",
-    "get_rank", "get_world_size", "init", "irecv", "is_initialized", "isend", "join_sync",
-    "load_state_dict", "local", "new_group", "no_sync", "owned", "parallelize", "persistent",
+    "elastic", "elastic_sharded", "explain", "finalize", "flush", "fsdp", "fsdp_state", "gather",
+    "gather_v", "get_backends", "get_rank", "get_world_size", "init", "irecv", "is_initialized", "isend",
+    "join_sync", "load_state_dict", "local", "new_group", "no_sync", "owned", "parallelize", "persistent",
     "plan_report", "profile", "reconfigure", "reconfigure_handle", "record", "recv", "redistribute",
     "redistribution", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_tensor",
     "reduce_scatter_v", "reset", "scatter", "scatter_v", "send", "shrink", "shrink_group", "state_dict",
@@ -139,6 +140,7 @@ _NAMES = {
     "core.work": "Work",
     "elasticity.api": "reconfigure reconfigure_handle shrink",
     "elasticity.loop": "elastic",
+    "elasticity.sharded": "elastic_sharded",
     "errors": (
         "AlreadyInitialized BackendError BackendUnavailable CommTimeout ConfigError DataCorrupted "
         "InvalidArgument LaunchError McrError NotInitialized OrderMismatch PeerLost ResultMismatch Revoked "

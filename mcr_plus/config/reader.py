@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -58,6 +58,7 @@ from mcr_plus.config.options import (
 from mcr_plus.config.schema import (
     AlgorithmsRef,
     Config,
+    Elastic,
     Match,
     Numerics,
     Override,
@@ -70,6 +71,8 @@ from mcr_plus.config.schema import (
 from mcr_plus.core import environment
 from mcr_plus.core.kinds import Sums
 from mcr_plus.errors import InvalidArgument, short, unknown
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
 def load(source: str | Path | Mapping[str, Any] | None) -> Config:
@@ -124,6 +127,8 @@ def _dump(config: Config, write: Callable[[BaseModel], dict[str, Any]]) -> dict[
         data["algorithms"] = [files.text for files in config.algorithms]
     if config.numerics != Numerics():
         data["numerics"] = write(config.numerics)
+    if config.elastic != Elastic():
+        data["elastic"] = {name: value for name, value in write(config.elastic).items() if value is not None}
     data["pipeline"] = [{s.name: write(s.options)} for s in config.pipeline]
     data["rules"] = [_dump_rule(rule, write) for rule in config.rules]
     return data
@@ -148,7 +153,7 @@ def _config(document: Document) -> Config:
         what = "this is a tuning table; expected a configuration, which names it by `select: {table: FILE}`"
         raise document.error((), what)
     mistakes = Mistakes()
-    known = ("version", "backends", "algorithms", "numerics", "pipeline", "rules", "observe")
+    known = ("version", "backends", "algorithms", "numerics", "elastic", "pipeline", "rules", "observe")
     mistakes.collect(lambda: check_keys(document, (), known), None)
     mistakes.collect(lambda: _check_version(document), None)
     backends = mistakes.collect(lambda: read_backends(document), None)
@@ -161,8 +166,9 @@ def _config(document: Document) -> Config:
     rules = _rules(document, pipeline, sound, backends, mistakes)
     algorithms = mistakes.collect(lambda: _algorithms(document), ())
     observe = mistakes.collect(partial(_observe, document), None) or default_observe()
-    numerics = mistakes.collect(partial(_numerics, document), Numerics())
-    config = Config(1, backends, pipeline, rules, algorithms, document.name, observe, numerics)
+    numerics = mistakes.collect(partial(_section, Numerics, "numerics", document), Numerics())
+    elastic = mistakes.collect(partial(_section, Elastic, "elastic", document), Elastic())
+    config = Config(1, backends, pipeline, rules, algorithms, document.name, observe, numerics, elastic)
     if len(mistakes):  # files are normally read later, but not after this error: report their mistakes now
         for ref in config.tables:
             mistakes.collect(ref.digest, None)
@@ -172,13 +178,10 @@ def _config(document: Document) -> Config:
     return config
 
 
-def _numerics(document: Document) -> Numerics:
-    keys = ("numerics",)
-    return (
-        validate(Numerics, mapping_at(document, keys), document, keys)
-        if "numerics" in document.data
-        else Numerics()
-    )
+def _section(options: type[OptionsT], name: str, document: Document) -> OptionsT:
+    """Return the options under a key of the document, or the default ones."""
+    data = mapping_at(document, (name,)) if name in document.data else {}
+    return validate(options, data, document, (name,))
 
 
 def is_table(document: Document) -> bool:

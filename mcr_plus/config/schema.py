@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -17,6 +18,7 @@ from pydantic import (
     PlainSerializer,
     SerializationInfo,
     ValidationInfo,
+    model_validator,
 )
 
 from mcr_plus import registry
@@ -229,6 +231,50 @@ class Numerics(StageOptions):
     sums: Sums = "fast"
 
 
+def _as_notice(value: object) -> object:
+    return {"sigterm": True} if value == "sigterm" else value
+
+
+def _notice_file(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        raise ValueError(f"expected the absolute path of a file, got {short(value)}")
+    if re.search(r"[{}]", re.sub(r"\{(rank|host)\}", "", value)):
+        raise ValueError(f"unknown placeholder in {short(value)}; known: {{rank}}, {{host}}")
+    return value
+
+
+class NoticeOptions(StageOptions):
+    """Ways to tell a rank that it is to leave, see `mcr_plus.job.notice`.
+
+    `sigterm`: by SIGTERM. `file`: by creating a file; `{rank}` stands for the launcher's number of the rank,
+    `{host}` for the name of its host.
+    """
+
+    sigterm: bool = False
+    file: Annotated[str | None, BeforeValidator(_notice_file)] = None
+
+    @model_validator(mode="after")
+    def _check_any(self) -> NoticeOptions:
+        if not self.sigterm and self.file is None:
+            raise ValueError("tells no rank anything; expected `sigterm: true`, `file: PATH` or both")
+        return self
+
+
+class BuddyOptions(StageOptions):
+    """Copies of shards on another rank. `steps`: most steps that may be lost with a rank."""
+
+    steps: Annotated[int, Field(ge=1)]
+
+
+class Elastic(StageOptions):
+    """Options under `elastic:`, for `mcr.elastic` and `mcr.elastic_sharded`."""
+
+    notice: Annotated[NoticeOptions | None, BeforeValidator(_as_notice)] = None
+    buddies: BuddyOptions | None = None
+
+
 _DEFAULT: Final = "the default pipeline"
 
 
@@ -269,6 +315,7 @@ class Config:
     name: str = field(default=NO_FILE, compare=False)
     observe: BaseModel | None = field(default_factory=default_observe)
     numerics: Numerics = field(default_factory=Numerics)
+    elastic: Elastic = field(default_factory=Elastic)
 
     def rule_for(
         self,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,13 +15,18 @@ import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.transfer import Has, broadcast_state
-from mcr_plus.config import reader as configuration
 from mcr_plus.core import environment
-from mcr_plus.core.environment import package_version
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.elasticity.api import seconds_of
-from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest
+from mcr_plus.elasticity.leaving import (
+    agreed_with_notices,
+    changes_line,
+    end_of_leaver,
+    ends_on_notice,
+    unless_told,
+)
+from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest, passport_of
 from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.engine.closing import drain
 from mcr_plus.errors import (
@@ -31,10 +35,10 @@ from mcr_plus.errors import (
     NotInitialized,
     PeerLost,
     Revoked,
-    phrase_ranks,
 )
-from mcr_plus.job.epoch_change import join_job, leave_epoch
+from mcr_plus.job.epoch_change import Regrouping, join_job, leave_epoch
 from mcr_plus.job.init import current
+from mcr_plus.job.notice import notice
 from mcr_plus.job.rebind import Inheritance, inheriting
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.local_sgd.local import LocalSteps
@@ -119,6 +123,11 @@ def elastic(
     them within one step. A sampler that counts calls is a step ahead after a repeated step: derive the data
     from the number of the step.
 
+    With `elastic: {notice: ...}` in the configuration, a rank may be told to leave (SIGTERM, a file). It
+    completes its step; then the others go on without it, and its process ends with status 0 (`SystemExit`).
+    If all ranks are told, or fewer than `min_ranks` would be left, the loop ends on all of them after the
+    step, with a line on stderr, so that the program can save its state.
+
     Args:
         model: replicated on all ranks; changed in place.
         optimizer: the optimizer of the model; its state is replicated too.
@@ -140,7 +149,8 @@ def elastic(
         BackendError: fewer ranks than `min_ranks` are left.
         Revoked: the others have declared this rank lost, for example after a SIGSTOP.
         LaunchError: the job refused this process: its version, configuration or model differs.
-        SystemExit: this process was restarted, and the others have completed the last step meanwhile.
+        SystemExit: this process was restarted, and the others have completed the last step meanwhile; or
+            this rank has left on notice.
 
     Example:
         ```python
@@ -179,10 +189,11 @@ class _Loop:
         self._steps = steps
         self._least = environment.min_ranks() if min_ranks is None else min_ranks
         self._timeout = runtime.world.timeout if timeout is None else seconds_of(timeout)
-        self._passport = _passport(runtime, model, optimizer)
+        self._passport = passport_of(runtime, model, optimizer)
         self._done = 0  # steps in the state of model and optimizer; -1 while they have no valid state
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
+        self._leavers: list[int] = []  # ranks that leave on notice after this step
         self._applied = False  # whether the optimizer has made its step in the current iteration
         self._newcomers = Newcomers(model, optimizer, precopies=precopy)
         self._receiver: StateReceiver | None = None  # set until this process has the state
@@ -193,6 +204,7 @@ class _Loop:
             raise InvalidArgument(
                 f"min_ranks: expected a number of ranks from 1 to {runtime.world.size}, got {self._least}"
             )
+        self._begins_job = not joins
         if joins:
             self._join()
         elif runtime.roster is not None:
@@ -201,14 +213,19 @@ class _Loop:
 
     def steps(self) -> Iterator[ElasticStep]:
         """Yield the steps, see `elastic`. The hook on the optimizer lives as long as this generator."""
+        notice.resume(current().config)
         hook = self._optimizer.register_step_post_hook(self._note_applied)
         try:
             yield from self._steps_left()
         finally:
             hook.remove()
             self._newcomers.end()
+            notice.close()
 
     def _steps_left(self) -> Iterator[ElasticStep]:
+        # Ranks that were told in `init` leave before their first step.
+        if self._begins_job and current().config.elastic.notice is not None and self._change(regroups=False):
+            return
         while not self._ended():
             step = ElasticStep(self._done, _is_loss=self._is_loss)
             self._applied = False
@@ -224,17 +241,30 @@ class _Loop:
             # If a rank is lost after this rank's optimizer step, this rank does not repeat the step.
             if not regroups or self._applied:
                 self._done += 1
-            if not regroups:
-                try:
-                    regroups = self._meet_newcomers()
-                    if regroups:
-                        drain(current().engine)
-                except BackendError as error:
-                    if not self._is_loss(error):
-                        raise
-                    regroups = True
-            if regroups:
-                self._regroup()
+            if self._change(regroups):
+                return
+
+    def _change(self, regroups: bool) -> bool:
+        """Let ranks leave and join between two steps; return whether the loop ends on notice.
+
+        `regroups`: a rank was lost in the step.
+        """
+        if not regroups:
+            try:
+                regroups = self._meet_newcomers()
+                if regroups:
+                    drain(current().engine)
+            except BackendError as error:
+                if not self._is_loss(error):
+                    raise
+                regroups = True
+        world = current().world
+        if ends_on_notice(self._leavers, world.rank, world.size, self._least, self._done, waits=regroups):
+            self._end()
+            return True
+        if regroups or self._leavers:
+            self._regroup()
+        return False
 
     def _note_applied(self, *_: object) -> None:
         self._applied = True
@@ -269,40 +299,46 @@ class _Loop:
                 runtime.roster.end()
 
     def _meet_newcomers(self) -> bool:
-        """Do for waiting processes what rank 0 decided one step ago.
+        """Do for waiting processes what rank 0 decided, and learn which ranks have notice to leave.
 
-        Returns whether to take them in now; the same on all ranks.
+        Returns whether to take processes in now; the same on all ranks. Without notices, the decision was
+        made one step ago, so that no rank waits for it.
         """
         runtime = current()
-        if runtime.roster is None:
-            return False
         comm, wanted = runtime.communicator, StateRequest()
         now = time.monotonic()
-        if comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
+        if runtime.roster is not None and comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
             self._looked = now
             wanted = self._newcomers.look(runtime.roster)
-        agreed = wanted
-        if comm.size > 1:
-            agreed = StateRequest()
-            if self._asking is not None:
-                work, errand = self._asking
-                work.wait()
-                agreed = StateRequest(*errand.tolist())
-            self._asking = None
-            if agreed.what != TAKE_IN:
-                errand = torch.tensor(wanted, device="cpu")
-                asks = comm.broadcast(errand, 0, async_op=True, compress=False, tag=_TAG)
-                if asks is not None:
-                    self._asking = asks, errand
-        if agreed.what == GIVE:
+        if runtime.config.elastic.notice is not None:
+            agreed, told, _ = agreed_with_notices(comm, wanted)
+            self._leavers = told if self._steps is None or self._done < self._steps else []
+        else:
+            agreed = wanted if comm.size == 1 else self._asked(comm, wanted)
+        if agreed.what == GIVE and runtime.roster is not None:
             self._newcomers.give(runtime.roster, agreed)
         return agreed.what == TAKE_IN
+
+    def _asked(self, comm: Communicator, wanted: StateRequest) -> StateRequest:
+        """Return what rank 0 wanted one step ago, and begin to send what it wants now."""
+        agreed = StateRequest()
+        if self._asking is not None:
+            work, errand = self._asking
+            work.wait()
+            agreed = StateRequest(*errand.tolist())
+        self._asking = None
+        if agreed.what != TAKE_IN:
+            errand = torch.tensor(wanted, device="cpu")
+            asks = comm.broadcast(errand, 0, async_op=True, compress=False, tag=_TAG)
+            if asks is not None:
+                self._asking = asks, errand
+        return agreed
 
     def _join(self) -> None:
         """Become a rank of the job."""
         self._done = -1
         self._receiver = StateReceiver(self._model, self._optimizer)
-        poll = self._receiver.poll if self._precopy else _be_ready
+        poll = unless_told(self._receiver.poll if self._precopy else _be_ready)
         try:
             with inheriting(current()) as inheritance:
                 joined = join_job(self._passport, self._proposal(), self._timeout, "elastic", poll)
@@ -319,7 +355,9 @@ class _Loop:
             self._regroup()
 
     def _proposal(self) -> Proposal:
-        return Proposal(least=self._least, patient=True)
+        """Return this rank's proposal, with its notice if all ranks have completed the step with it."""
+        leaves, self._leavers = current().world.rank in self._leavers, []
+        return Proposal(least=self._least, patient=not leaves, leaves=leaves)
 
     def _regroup(self) -> None:
         """Go on with the remaining ranks and waiting processes; repeat if a rank is lost meanwhile."""
@@ -329,7 +367,7 @@ class _Loop:
             if (roster := current().roster) is not None:
                 roster.precopies = self._newcomers.precopies()
             with inheriting(current()) as inheritance:
-                runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
+                runtime, changes = self._left_epoch(self._proposal())
                 lost.update(changes.lost)
                 if runtime.roster is not None:
                     self._newcomers.have_joined(runtime.roster)
@@ -341,9 +379,18 @@ class _Loop:
             first = next(rank for rank, before in enumerate(changes.former) if before is not None)
             if runtime.world.rank == first:
                 seconds = time.monotonic() - began
-                line = _line(lost, changes.joined, self._done, runtime.world.size, seconds)
+                line = changes_line(lost, changes.joined, self._done, runtime.world.size, seconds)
                 _log.warning("%s", line)
             return
+
+    def _left_epoch(self, proposal: Proposal) -> tuple[Runtime, Regrouping]:
+        """Call `leave_epoch`; end this process if it is told to leave, and the others go on without it."""
+        try:
+            return leave_epoch(current(), proposal, self._timeout, "elastic")
+        except Revoked:
+            if not proposal.leaves:
+                raise
+            raise end_of_leaver() from None
 
     def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
         """Start in a new world: hook the model into it, and get the state of the foremost rank.
@@ -424,25 +471,3 @@ def _check_arguments(
             "replicas would not stay equal; call mcr.wrap(model, optimizer) first (without "
             "DistributedDataParallel around it), or mcr.local, and pass what it returns as `state`"
         )
-
-
-def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the properties that a newcomer must share with the job."""
-    shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
-    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
-    count = sum(1 for _ in model.parameters())
-    return {
-        "mcr_plus": package_version(),
-        "torch": torch.__version__,
-        "the configuration": configuration.fingerprint(runtime.config),
-        "the model": f"{type(model).__name__} with {count} parameters (digest of their shapes: {digest})",
-        "the optimizer": type(optimizer).__name__,
-    }
-
-
-def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, seconds: float) -> str:
-    """Describe the change of ranks in one line."""
-    losses = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in lost.items()]
-    what = ", ".join([*losses, *([f"{phrase_ranks(joined)} joined"] if joined else [])]) or "no rank was lost"
-    who = "1 rank goes" if size == 1 else f"{size} ranks go"
-    return f"elastic: {what}; {who} on with step {step} after {seconds:.2f} s"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from mcr_plus.config import reader as configuration
+from mcr_plus.core.environment import package_version
 from mcr_plus.elasticity.state_source import StateSource
 from mcr_plus.elasticity.state_stream import WORTH, nbytes_of
 from mcr_plus.kernels.digest import digest
 from mcr_plus.rendezvous.network import host_address
 
 if TYPE_CHECKING:
+    from mcr_plus.job.runtime import Runtime
     from mcr_plus.membership.epoch_log import EpochLog
 
 _log = logging.getLogger("mcr_plus")
@@ -109,3 +113,17 @@ class Newcomers:
         for each in list(self._sources) if number is None else [number]:
             if (source := self._sources.pop(each, None)) is not None:
                 source.close()
+
+
+def passport_of(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the properties that a newcomer must share with the job."""
+    shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
+    count = sum(1 for _ in model.parameters())
+    return {
+        "mcr_plus": package_version(),
+        "torch": torch.__version__,
+        "the configuration": configuration.fingerprint(runtime.config),
+        "the model": f"{type(model).__name__} with {count} parameters (digest of their shapes: {digest})",
+        "the optimizer": type(optimizer).__name__,
+    }

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
-from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -15,12 +13,10 @@ import torch
 from mcr_plus.elasticity import state_stream
 from mcr_plus.elasticity.state_stream import StateMessage
 from mcr_plus.errors import BackendError
-from mcr_plus.hosts.acceptor import Acceptor
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
 
 _log = logging.getLogger("mcr_plus")
-_COMES_WITHIN: Final = 20.0  # s; the newcomer must connect by then
 _NAP_S: Final = 0.25
 _SAYS_EVERY: Final = 5.0  # seconds
 _STEPS: Final = 4
@@ -154,7 +150,7 @@ class StateSource:
     def _run(self) -> None:
         link: StreamConnection | None = None
         try:
-            link = self._accepted()
+            link = state_stream.accepted(self._listener, self._secret, self._name, lambda: self._closed)
             self._send_all(link)
         except StreamClosed:
             if not self._closed:
@@ -173,39 +169,6 @@ class StateSource:
     def _say(self, why: str) -> None:
         if not self._closed:
             _log.info("elastic: this rank no longer sends a newcomer its state: %s", why)
-
-    def _accepted(self) -> StreamConnection:
-        """Return the newcomer's connection; silent connections of others do not delay it."""
-        ends = time.monotonic() + _COMES_WITHIN
-        came: SimpleQueue[StreamConnection] = SimpleQueue()
-        acceptor = Acceptor(self._listener, self._name, members=1)
-        try:
-            while not self._closed and time.monotonic() < ends:
-                if (connection := acceptor.accept()) is not None:
-                    greets = (acceptor, connection, came)
-                    threading.Thread(target=self._greet, args=greets, daemon=True).start()
-                if not came.empty():
-                    return came.get()
-        finally:
-            acceptor.close()
-        raise EOFError("it has not connected")
-
-    def _greet(
-        self, acceptor: Acceptor, connection: socket.socket, came: SimpleQueue[StreamConnection]
-    ) -> None:
-        """Pass on the connection if the process belongs to the job, else close it."""
-        try:
-            link = StreamConnection(
-                connection, lambda: self._closed or time.monotonic() > link.moved + state_stream.STALLED_S
-            )
-            links.greeted(link, self._secret)
-        except (OSError, EOFError, BackendError, StreamClosed) as error:
-            acceptor.refuse(connection, error)
-            return
-        if acceptor.admit(connection):
-            came.put(link)
-        else:  # there is a connection already
-            link.close()
 
     def _send_all(self, link: StreamConnection) -> None:
         has_copy = has_reached = False

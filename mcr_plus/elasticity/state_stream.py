@@ -15,19 +15,27 @@ and differing parts are sent again (`broadcast_differences`).
 from __future__ import annotations
 
 import pickle
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from mcr_plus.communicator.transfer import outline, rebuilt
-from mcr_plus.rendezvous.stream import Payload, StreamConnection
+from mcr_plus.errors import BackendError
+from mcr_plus.hosts.acceptor import Acceptor
+from mcr_plus.rendezvous import stream as links
+from mcr_plus.rendezvous.stream import Payload, StreamClosed, StreamConnection
 
 FROZEN, COPY, STEP, REACHED, GIVEN_UP, LAST, ALIVE = range(16, 23)
 WORTH: Final = 16 << 20
 """Bytes of a state below which newcomers are taken in at once: making the next world takes longer."""
 STALLED_S: Final = 30.0
 """Seconds without a byte after which either end gives up."""
+_COMES_WITHIN: Final = 20.0  # s; the other end must connect by then
 _LARGEST_OUTLINE: Final = 1 << 30
 
 
@@ -89,6 +97,43 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     view: Any = tensor.view(-1).view(torch.uint8).numpy()  # Any: type checkers do not accept it as a buffer
     return memoryview(view)
+
+
+def accepted(
+    listener: socket.socket, secret: bytes, name: str, is_closed: Callable[[], bool]
+) -> StreamConnection:
+    """Return the connection of a process of the job; silent connections of others do not delay it.
+
+    Raises `EOFError` if none comes within 20 s, or `is_closed` turns true.
+    """
+    ends = time.monotonic() + _COMES_WITHIN
+    came: SimpleQueue[StreamConnection] = SimpleQueue()
+    acceptor = Acceptor(listener, name, members=1)
+
+    def greet(connection: socket.socket) -> None:
+        """Pass on the connection if the process belongs to the job, else close it."""
+        try:
+            link = StreamConnection(
+                connection, lambda: is_closed() or time.monotonic() > link.moved + STALLED_S
+            )
+            links.greeted(link, secret)
+        except (OSError, EOFError, BackendError, StreamClosed) as error:
+            acceptor.refuse(connection, error)
+            return
+        if acceptor.admit(connection):
+            came.put(link)
+        else:  # there is a connection already
+            link.close()
+
+    try:
+        while not is_closed() and time.monotonic() < ends:
+            if (connection := acceptor.accept()) is not None:
+                threading.Thread(target=greet, args=(connection,), daemon=True).start()
+            if not came.empty():
+                return came.get()
+    finally:
+        acceptor.close()
+    raise EOFError("it has not connected")
 
 
 def nbytes_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

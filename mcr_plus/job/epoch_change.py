@@ -196,7 +196,7 @@ def _go_on(
                     remove_world(each, runtime, roster, dead)
                 return new
             # A member was lost meanwhile: decide again. The last decision already includes these parts.
-            seen, proposal = watch.states, replace(proposal, named=(), done={})
+            seen, proposal = watch.states, replace(proposal, named=(), done={}, leaves=False)
 
 
 def join_job(

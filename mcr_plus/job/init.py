@@ -52,6 +52,7 @@ from mcr_plus.job.checks import (
 )
 from mcr_plus.job.exit_barrier import shutdown_barrier
 from mcr_plus.job.members import MemberWatch
+from mcr_plus.job.notice import notice
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.rendezvous.arrivals import STOPPED_FOR
@@ -115,7 +116,7 @@ def init(
                 "init was called before; use mcr.world(), or call finalize first (`with mcr.init(...)` does)"
             )
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        loaded = readable(partial(_load, config, backends, seconds))
+        loaded = notice.listen(readable(partial(_load, config, backends, seconds)))
         limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
         try:
             environment = launch_environment()
@@ -129,14 +130,18 @@ def init(
             else:
                 world = _find_ranks(environment, limit, _grace_of_stops(loaded))
         except McrError:
+            notice.close()
             dismiss_witness()
             if isinstance(loaded, ConfigError):  # its error is closer to the cause
                 raise loaded.with_traceback(None) from None
             raise
         try:
             return begin(loaded, world, seconds).communicator
-        except ConfigError as error:  # its text names file and line; our frames add nothing
-            raise error.with_traceback(None) from None
+        except McrError as error:
+            notice.close()
+            if isinstance(error, ConfigError):  # its text names file and line; our frames add nothing
+                raise error.with_traceback(None) from None
+            raise
 
 
 def _load(config: Source, backends: Sequence[str] | None, seconds: float | None) -> Config:
@@ -168,7 +173,11 @@ def join(loaded: Config | ConfigError, store: JobStore, rank: int, size: int, ti
     with _lock:
         alone = World(0, 1, (host_name(),), timeout)
         world = alone if size == 1 else world_of(store, rank, size, timeout)
-        return begin(loaded, world, timeout, native=False)
+        try:
+            return begin(notice.listen(loaded), world, timeout, native=False)
+        except McrError:
+            notice.close()
+            raise
 
 
 def rendezvous(timeout: float) -> tuple[Store, int, int]:

@@ -95,7 +95,7 @@ class ProcessJob:
             with contextlib.suppress(McrError):
                 self.all_ended &= runtime.closed
                 runtime.leave(runtime.communicator)
-            if not self.all_ended:
+            if not self.all_ended and not runtime.superseded:  # the others do not end with this rank
                 runtime.wait_for_all_to_end()
         for backend in self.backends.values():
             backend.before_exit()

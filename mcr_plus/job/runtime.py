@@ -30,6 +30,7 @@ from mcr_plus.job.checks import distinct_ranks
 from mcr_plus.job.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
 from mcr_plus.job.libraries import IdleChannels, Libraries
 from mcr_plus.job.members import first_roster, observed
+from mcr_plus.job.notice import notice
 from mcr_plus.job.opening import open_with_parts, warn_of_missing
 from mcr_plus.job.process import job
 from mcr_plus.job.wakeups import open_bells
@@ -395,6 +396,7 @@ class Runtime:
         close_states(self.engine, clean)
         self.libraries.close(clean)
         if not self._goes_on:
+            notice.close()
             self.leave_keepers()
         self._peers.close()
         self.engine.waiting.close()

@@ -15,6 +15,8 @@ from mcr_plus.errors import phrase_ranks
 Refusal = Literal["absent", "living", "minority", "few", "argument"]
 _STOPS_ELSEWHERE: Final = ("dead", "stopped")
 """States in which a rank cannot continue on the other side of a partition."""
+ON_NOTICE: Final = "on notice"
+"""Reason why a member does not continue that was told to leave."""
 _CERTAINTY: Final = ("named", "silent", "stopped", "dead")
 """States of a lost rank, by rising certainty; an observation of its process counts more than silence."""
 
@@ -46,6 +48,7 @@ class Proposal:
         patient: take newcomers in, and wait for them while there are fewer than `least`.
         done: group → number up to which all its operations have completed here.
         problem: why the arguments of this member's call are wrong; empty if they are right.
+        leaves: whether the member has notice to leave, and is needed only if too few others are left.
     """
 
     lost: Mapping[int, str] = field(default_factory=dict)
@@ -54,6 +57,7 @@ class Proposal:
     patient: bool = False
     done: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
+    leaves: bool = False
 
     def plain(self) -> dict[str, Any]:
         """Return the proposal as JSON data."""
@@ -117,8 +121,9 @@ def decide(
 
     A member without a proposal is waited for until some member has found it lost. Of members with a proposal,
     the dead are left out. If some of them do not reach each other, those that most others reach continue.
-    They must be more than half of the members that may still run, or `least`. A minority waits for members
-    that may run and have not proposed: one member that hears nobody must not stop a majority.
+    They must be more than half of the members that may still run and do not leave on notice, or `least`. A
+    minority waits for members that may run and have not proposed: one member that hears nobody must not stop
+    a majority.
     """
     if (wrong := _wrong_argument(proposals, seen)) is not None:
         return wrong
@@ -131,11 +136,20 @@ def decide(
         verbs = "lives and has" if len(absent) == 1 else "live and have"
         text = f"{phrase_ranks(absent)} {verbs} not called it"
         return Decision(refusal="absent", text=text)
-    stay = _within_reach({rank: each for rank, each in proposals.items() if lost.get(rank) != "dead"})
+    reached = _within_reach({rank: each for rank, each in proposals.items() if lost.get(rank) != "dead"})
     least = min((each.least for each in proposals.values() if each.least is not None), default=None)
+    # Ranks with notice stay if the job could not continue without them: others may have died meanwhile.
+    stay = [rank for rank in reached if not proposals[rank].leaves]
+    if not stay or len(stay) + len(newcomers) < (least or 1):
+        stay = reached
+    leavers = [rank for rank in reached if rank not in stay]
     # Only a majority may continue: otherwise two partitions could both continue.
     if least is None:
-        running = [rank for rank in range(size) if lost.get(rank) not in _STOPS_ELSEWHERE or rank in stay]
+        running = [
+            rank
+            for rank in range(size)
+            if rank in stay or (lost.get(rank) not in _STOPS_ELSEWHERE and rank not in leavers)
+        ]
         if 2 * len(stay) <= len(running):
             apart = [rank for rank in running if rank not in stay]
             if not expired and any(rank not in proposals for rank in apart):
@@ -157,7 +171,8 @@ def decide(
         name: min(proposals[rank].done[name] for rank in stay if name in proposals[rank].done)
         for name in sorted(groups)
     }
-    left = {rank: lost.get(rank, "out of reach") for rank in range(size) if rank not in stay}
+    found = {**lost, **dict.fromkeys(leavers, ON_NOTICE)}
+    left = {rank: found.get(rank, "out of reach") for rank in range(size) if rank not in stay}
     return Decision(tuple(sorted(stay)), tuple(newcomers), left, done)
 
 

@@ -264,15 +264,18 @@ class LivingGroup(HookableGroup):
         stay = [rank for rank in range(self._size) if rank not in excluded]
         if communicator is not runtime.communicator:
             ranks = [communicator.ranks[rank] for rank in stay]
-            return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
+            return self.with_communicator(
+                torch_job.open(runtime, ranks, self._name, communicator.opened.config)
+            )
         proposal = Proposal(named=tuple(excluded), least=len(stay))
         with inheriting(runtime, takes_codecs=True) as inheritance:
             new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
             torch_job.go_on(new)
             inheritance.give(new)
-        return self._with(new.communicator)
+        return self.with_communicator(new.communicator)
 
-    def _with(self, communicator: Communicator) -> LivingGroup:
+    def with_communicator(self, communicator: Communicator) -> LivingGroup:
+        """Return a group that uses an open communicator of this process's job."""
         group = self.over(self._store, communicator)
         group._enter(communicator)
         return group

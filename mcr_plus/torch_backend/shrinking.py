@@ -10,6 +10,10 @@ from torch.distributed import distributed_c10d
 from mcr_plus.core.c10d import PrefixStore, ProcessGroup
 from mcr_plus.core.units import whole_numbers
 from mcr_plus.errors import InvalidArgument, NotInitialized
+from mcr_plus.job.epoch_change import Regrouping, leave_epoch
+from mcr_plus.job.init import current
+from mcr_plus.job.rebind import inheriting
+from mcr_plus.membership.rules import Proposal
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.living_group import SHRINK_ABORT, SHRINK_DEFAULT, LivingGroup
 
@@ -113,3 +117,20 @@ def let_torch_split() -> None:
         return None if isinstance(pg, LivingGroup) else usual(pg, *requested)
 
     distributed_c10d._get_split_source = source
+
+
+def regrouped(proposal: Proposal, timeout: float, what: str) -> Regrouping:
+    """Replace torch's default group by a group of the ranks that continue; collective over them.
+
+    All ranks of the job that live decide who continues. Returns the changes. Raises like `leave_epoch`, and
+    `PeerLost` if a rank is lost meanwhile: then call it again.
+    """
+    old, runtime = distributed_c10d._get_default_group(), current()
+    if not isinstance(old, LivingGroup):
+        raise NotInitialized(f"{what}: the default group has another backend; expected mcr")
+    with inheriting(runtime, takes_codecs=True) as inheritance:
+        new, changes = leave_epoch(runtime, proposal, timeout, what)
+        torch_job.go_on(new)
+        inheritance.give(new)
+    _registered(old, [], old.with_communicator(new.communicator))
+    return changes

@@ -19,7 +19,7 @@ Name = tuple[str, ...]
 """`model` and the tensor's name, or `optimizer`, the parameter's name and the name of the entry."""
 
 
-class _ShardPiece(NamedTuple):
+class ShardPiece(NamedTuple):
     """One rank's piece of a tensor: its place in the whole tensor, and the shape of the whole."""
 
     name: Name
@@ -34,7 +34,7 @@ class _ShardPiece(NamedTuple):
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
 
-class _RankShards(NamedTuple):
+class RankShards(NamedTuple):
     """Shards and other state of one rank.
 
     Attributes:
@@ -44,10 +44,14 @@ class _RankShards(NamedTuple):
     """
 
     step: int
-    pieces: tuple[_ShardPiece, ...] = ()
+    pieces: tuple[ShardPiece, ...] = ()
     plain: Mapping[Name, Any] = {}
     groups: list[dict[str, Any]] | None = None
     problem: str = ""
+
+
+Offer = tuple[RankShards, Sequence[torch.Tensor]]
+"""Shards that a rank can give, and their values, by piece."""
 
 
 def fsdp_state(
@@ -86,29 +90,50 @@ def fsdp_state(
     """
     comm = member_of(None)
     tensors: list[torch.Tensor] = []
-    try:
-        mine = _had(model, optimizer, step, tensors)
-    except InvalidArgument as error:
-        mine = _RankShards(-1, problem=str(error))
-    answers: list[_RankShards] = comm.all_gather_object(mine)
-    for rank, had in enumerate(answers):
-        if had.problem:
-            raise InvalidArgument(f"fsdp_state: rank {rank}: {had.problem}")
+    mine = shards_of(model, optimizer, step, tensors)
+    return rebuilt_state(comm, [(mine, tensors)])
+
+
+def rebuilt_state(comm: Communicator, offers: Sequence[Offer]) -> dict[str, Any]:
+    """Return the full state of the latest step of which the ranks' `offers` have all shards; collective.
+
+    Returns and raises what `fsdp_state` does. A rank may offer several steps, and shards of lost ranks.
+    """
+    answers: list[list[RankShards]] = comm.all_gather_object([shards for shards, _ in offers])
+    for rank, offered in enumerate(answers):
+        for shards in offered:
+            if shards.problem:
+                raise InvalidArgument(f"fsdp_state: rank {rank}: {shards.problem}")
     latest, sources = _sources(answers)
-    return _received(comm, answers, tensors, latest, sources)
+    own = {
+        piece: tensor
+        for shards, tensors in offers
+        if shards.step == latest
+        for piece, tensor in zip(shards.pieces, tensors, strict=True)
+    }
+    first = next(shards for offered in answers for shards in offered if shards.step == latest)
+    return _received(comm, own, first, sources)
 
 
-def _had(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> _RankShards:
+def shards_of(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> RankShards:
+    """Return this rank's shards and other state, or the problem; appends its pieces to `tensors`."""
+    try:
+        return _had(model, optimizer, step, tensors)
+    except InvalidArgument as error:
+        return RankShards(-1, problem=str(error))
+
+
+def _had(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> RankShards:
     """Return this rank's shards and other state; appends its pieces to `tensors`."""
     if model is None:
-        return _RankShards(-1)
+        return RankShards(-1)
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
     if (number := whole_number(step)) is None or number < 0:
         raise InvalidArgument(f"step: expected a number, got {step!r}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    pieces, plain = list[_ShardPiece](), dict[Name, Any]()
+    pieces, plain = list[ShardPiece](), dict[Name, Any]()
     values: list[tuple[Name, Any]] = [
         (("model", _clean(name)), value) for name, value in model.state_dict().items()
     ]
@@ -133,23 +158,23 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
             tensors.append(local)
         else:
             plain[name] = value
-    return _RankShards(number, tuple(pieces), plain, groups)
+    return RankShards(number, tuple(pieces), plain, groups)
 
 
-def _piece(name: Name, value: torch.Tensor) -> tuple[_ShardPiece, torch.Tensor]:
+def _piece(name: Name, value: torch.Tensor) -> tuple[ShardPiece, torch.Tensor]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole = tuple(value.shape)
     if not isinstance(value, DTensor):
-        return _ShardPiece(name, whole, value.dtype, (0,) * value.dim(), whole), value.detach()
+        return ShardPiece(name, whole, value.dtype, (0,) * value.dim(), whole), value.detach()
     shape, offset = compute_local_shape_and_global_offset(whole, value.device_mesh, value.placements)
     local: torch.Tensor = value.to_local().detach()
     if tuple(local.shape) != tuple(shape):
         raise Unsupported(f"fsdp_state: '{name[1]}': placements {value.placements} with uneven shards")
     if 0 in shape:
         offset = (0,) * len(shape)
-    return _ShardPiece(name, whole, value.dtype, tuple(offset), tuple(shape)), local
+    return ShardPiece(name, whole, value.dtype, tuple(offset), tuple(shape)), local
 
 
 def _clean(name: str) -> str:
@@ -158,13 +183,14 @@ def _clean(name: str) -> str:
     return name
 
 
-def _sources(answers: Sequence[_RankShards]) -> tuple[int, dict[_ShardPiece, int]]:
+def _sources(answers: Sequence[Sequence[RankShards]]) -> tuple[int, dict[ShardPiece, int]]:
     """Return the latest complete step and, for each of its pieces, the first rank that has the piece."""
     problem = "no rank that is left has a part of the model"
-    for step in sorted({had.step for had in answers if had.step >= 0}, reverse=True):
-        sources: dict[_ShardPiece, int] = {}
-        for rank, had in enumerate(answers):
-            for piece in had.pieces if had.step == step else ():
+    offered = [(rank, shards) for rank, several in enumerate(answers) for shards in several]
+    for step in sorted({shards.step for _, shards in offered if shards.step >= 0}, reverse=True):
+        sources: dict[ShardPiece, int] = {}
+        for rank, shards in offered:
+            for piece in shards.pieces if shards.step == step else ():
                 sources.setdefault(piece, rank)
         missing = list(_missing(sources))
         if not missing:
@@ -180,7 +206,7 @@ def _sources(answers: Sequence[_RankShards]) -> tuple[int, dict[_ShardPiece, int
     )
 
 
-def _missing(pieces: Mapping[_ShardPiece, int]) -> Iterator[tuple[Name, int, int]]:
+def _missing(pieces: Mapping[ShardPiece, int]) -> Iterator[tuple[Name, int, int]]:
     """Yield tensors with missing elements: name, number of elements present, and number of all elements."""
     counts: dict[tuple[Name, tuple[int, ...]], int] = {}
     for piece in pieces:  # pieces of one mesh are equal or disjoint
@@ -192,13 +218,11 @@ def _missing(pieces: Mapping[_ShardPiece, int]) -> Iterator[tuple[Name, int, int
 
 def _received(
     comm: Communicator,
-    answers: Sequence[_RankShards],
-    tensors: Sequence[torch.Tensor],
-    step: int,
-    sources: Mapping[_ShardPiece, int],
+    own: Mapping[ShardPiece, torch.Tensor],
+    first: RankShards,
+    sources: Mapping[ShardPiece, int],
 ) -> dict[str, Any]:
-    """Return the full state, on all ranks."""
-    own = dict(zip(answers[comm.rank].pieces, tensors, strict=True))
+    """Return the full state, on all ranks. `first`: one rank's state of the step, for plain values."""
     full: dict[Name, Any] = {}
     for src in dict.fromkeys(sources.values()):
         pieces = [piece for piece, rank in sources.items() if rank == src and 0 not in piece.shape]
@@ -212,11 +236,10 @@ def _received(
         for piece, values in zip(pieces, sent, strict=True):
             whole = full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype, device="cpu"))
             whole[piece.box] = values
-    first = next(had for had in answers if had.step == step)
     for piece in sources:  # tensors without elements: nothing was sent for them
         full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype, device="cpu"))
     full.update(first.plain)
-    state: dict[str, Any] = {"model": {}, "optimizer": None, "step": step}
+    state: dict[str, Any] = {"model": {}, "optimizer": None, "step": first.step}
     if first.groups is not None:
         state["optimizer"] = {"state": {}, "param_groups": first.groups}
     for name, value in full.items():

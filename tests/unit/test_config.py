@@ -162,7 +162,7 @@ PIPE = "version: 1\npipeline:\n"
     [
         (
             "version: 1\nspeed: 3\n",
-            "2: speed: unknown key 'speed'; known: version, backends, algorithms, numerics, pipeline, rules",
+            "2: speed: unknown key 'speed'; known: version, backends, algorithms, numerics, elastic",
         ),
         ("version: 1\nbackend: [mpi]\n", "2: backend: unknown key 'backend'; known: "),
         ("backends: [mpi]\n", "1: version: missing; expected version: 1"),

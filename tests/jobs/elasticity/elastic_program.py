@@ -8,12 +8,15 @@ With "precopy", newcomers get a state of any size beforehand, and deaths may als
 it, whatever the step. A step of fewer than "full" ranks takes "nap" seconds more, each of the last ten steps
 "last_nap", and a rank that is started again waits for "late" seconds. With "logs", a rank that dies in a
 "step" does so once the others have made it. With "exact", every window is a backward pass, and they are added
-up exactly, in float32; deaths may also be "between" passes. Each rank writes what it has at the end to
+up exactly, in float32; deaths may also be "between" passes. "notices" are like deaths, [rank, step, how]: by
+SIGTERM ("sigterm", "twice"; step -1 is within `init`), or by the "file" that the configuration names. Each
+rank writes what it has at the end to
 FOLDER/end.RANK. See tests/jobs/elasticity/test_elastic.py.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -28,6 +31,7 @@ import torch
 import mcr_plus as mcr
 from mcr_plus.communicator import transfer
 from mcr_plus.elasticity import newcomers, state_stream
+from mcr_plus.job import init
 
 sys.path.extend(str(Path(__file__).parents[2] / name) for name in ("", "support"))  # of a program
 
@@ -106,6 +110,27 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
             setattr(module, name, value)
 
 
+def notify(plan: dict[str, Any], step: int, slot: int, folder: str) -> None:
+    """Tell this rank to leave, if the plan says so."""
+    for at, when, how in plan.get("notices", ()):
+        if (at, when) == (slot, step) and how == "file":
+            Path(folder, f"leave.{slot}").touch()
+        elif (at, when) == (slot, step):
+            for _ in range(1 + (how == "twice")):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def notify_within_init(plan: dict[str, Any], slot: int, folder: str) -> None:
+    """Tell this rank to leave while `init` finds the other ranks, if the plan says so."""
+    find = init._find_ranks
+
+    def told_within(*given: Any) -> Any:
+        notify(plan, -1, slot, folder)
+        return find(*given)
+
+    setattr(init, "_find_ranks", told_within)  # noqa: B010 - mypy takes an assignment for a mistake
+
+
 def main(folder: str, text: str) -> None:
     """Train."""
     torch.set_num_threads(1)
@@ -113,6 +138,7 @@ def main(folder: str, text: str) -> None:
     slot, restarts = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
     deaths = {(step, where) for at, step, times, where in plan["deaths"] if (at, times) == (slot, restarts)}
     time.sleep(plan.get("late", 0.0) if restarts else 0.0)
+    notify_within_init(plan, slot, folder)
     mcr.init(plan.get("config", {}).get(str(restarts)), timeout=60)
     if (-1, "setup") in deaths:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -133,12 +159,14 @@ def main(folder: str, text: str) -> None:
                 wait_for_files(*(Path(folder, f"made.{step}.{each}") for each in range(3) if each != slot))
             os.kill(os.getpid(), signal.SIGKILL)
 
+    atexit.register(Path(folder, f"over.{slot}").touch)
     for step in mcr.elastic(model, optimizer, sampler, steps=plan["steps"]):
         with step:
             rank, ranks = mcr.get_rank(), mcr.get_world_size()
             x, y = data(step.number)
             own = range(rank, WINDOWS, ranks)
             optimizer.zero_grad()
+            notify(plan, step.number, slot, folder)
             maybe_die(step.number, "forward")
             loss = torch.zeros(1)
             if exact:

@@ -113,7 +113,8 @@ def trained(
     config: Any = {"version": 1, "numerics": {"sums": "exact"}}
     dist.init_process_group("mcr", pg_options=config)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
+    of_gloo: Any = dist.new_group(backend="gloo")
+    gloo = DeviceMesh.from_group(of_gloo, "cpu")
     mesh = init_device_mesh("cpu", (ranks,))
     shape = Shape(**sizes)
     corpus = read_corpus(None, shape.sequence, 0)

@@ -6,6 +6,8 @@
     mcr-plus run -n 3 --min-ranks 2 --restart-failed 5 examples/gpt/train.py --elastic
                                                                  kill ranks: the others go on, they come back
     mcr-plus run -n 2 examples/gpt/train.py --sums exact         the same parameters on any number of ranks
+    mcr-plus run -n 4 examples/gpt/train.py --optimizer muon --fsdp
+                                                                 FSDP2, each matrix updated whole on one rank
     mcr-plus run -n 2 examples/gpt/train.py --local [--compare]  outer steps (mcr.local), for slow links
 
 `../common` has what the examples share, the layers that are spread over ranks too (`tensor_parallel.py`).
@@ -23,6 +25,7 @@ import command_line
 import elastic
 import options
 import outer_steps
+import sharded
 import tensor_parallel
 import typer
 from comparing import ROUNDS
@@ -50,6 +53,11 @@ def main(
     micro_batches: Annotated[
         int, typer.Option(min=1, help="of a step, on all ranks together, with --sums exact")
     ] = 4,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="shard the model over the ranks, by FSDP2")] = False,
+    optimizer: Annotated[
+        Literal["adamw", "muon"],
+        typer.Option(help="muon: --fsdp, of matrices; the other parameters by AdamW"),
+    ] = "adamw",
     local: Annotated[
         bool, typer.Option("--local", help="inner and outer steps; with --compare beside DDP and mcr.wrap")
     ] = False,
@@ -87,21 +95,24 @@ def main(
 ) -> None:
     """Train a transformer over several ranks; say how well it learned and where the time went."""
     exact = sums == "exact"
-    if elastic_ or exact:
-        others = {
-            "--tensor-parallel": tensor_parallel_,
-            "--local": local,
-            "--compare": compare,
-            "--comms": comms != "mix",
-            "--trace": trace is not None,
-            "--record": record is not None,
-            "--beta1": beta1 != BETA1,
-        }
-        for option in [name for name, is_given in others.items() if is_given]:
-            given_ = "--sums exact" if exact else "--elastic"
-            raise typer.BadParameter(f"does not go with {given_}", param_hint=option)
+    others = {
+        "--tensor-parallel": tensor_parallel_,
+        "--local": local,
+        "--compare": compare,
+        "--comms": comms != "mix",
+        "--trace": trace is not None,
+        "--record": record is not None,
+        "--beta1": beta1 != BETA1,
+    }
     given = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence}
+    if fsdp or optimizer == "muon":
+        _refuse("--fsdp", {**others, "--elastic": elastic_, "--sums": exact, "--optimizer": not fsdp})
+        shape = read_shape(Shape, model, given)
+        corpus = read_corpus(data, shape.sequence, seed)
+        sharded.train(shape, corpus, config, batch, steps, lr, seed, optimizer == "muon")
+        return
     if elastic_ or exact:
+        _refuse("--sums exact" if exact else "--elastic", others)
         shape = read_shape(Shape, model, given)
         corpus = read_corpus(data, shape.sequence, seed)
         elastic.train(shape, corpus, config, batch, steps, lr, seed, micro_batches if exact else None)
@@ -126,6 +137,13 @@ def main(
         options.Plan(comms, config, compare, rounds, json, plot, trace, describe, record),
         shared=tensor_parallel_,
     )
+
+
+def _refuse(given: str, others: dict[str, bool]) -> None:
+    """Refuse options that do not go with another one, which is given."""
+    for option in [name for name, is_given in others.items() if is_given]:
+        what = "muon needs --fsdp" if option == "--optimizer" else f"does not go with {given}"
+        raise typer.BadParameter(what, param_hint=option)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,6 @@ class Buddies:
         self._problem = ""
         self._closed = False
         self._waiting: SimpleQueue[ShardsCopy | None] = SimpleQueue()
-        self._key = b""
         self._begin(comm)
 
     def _begin(self, comm: Communicator) -> None:

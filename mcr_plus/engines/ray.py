@@ -136,6 +136,7 @@ def _met(name: str, rank: int, size: int) -> Store:
     kv = import_module("ray.experimental.internal_kv")
     digest = hashlib.sha256(name.encode()).hexdigest()
     key = f"mcr_plus/{_ray.get_runtime_context().get_job_id()}/{digest}"
+    found = ""
     if rank == 0:
         address = str(_ray.util.get_node_ip_address())
         prefer(family_of(address))

@@ -159,21 +159,10 @@ def owned(
 def _chosen(parameters: Any) -> tuple[_Named, list[torch.nn.Parameter]]:
     """Return the matrices with their names, and the model's other parameters; raises `InvalidArgument`."""
     if isinstance(parameters, torch.nn.Module):
-        embedded = {
-            id(each)
-            for module in parameters.modules()
-            if isinstance(module, torch.nn.Embedding)
-            for each in module.parameters(recurse=False)
-        }
-        trained = [pair for pair in parameters.named_parameters() if pair[1].requires_grad]
-        named = [pair for pair in trained if pair[1].ndim == 2 and id(pair[1]) not in embedded]
-        kept = {id(parameter) for _, parameter in named}
-        if not named:
-            raise InvalidArgument("parameters: the model has no matrices that require gradients")
-        return named, [parameter for _, parameter in trained if id(parameter) not in kept]
+        return _of_model(parameters)
     if isinstance(parameters, (torch.Tensor, str, Mapping)) or not isinstance(parameters, Iterable):
         raise InvalidArgument(f"parameters: expected a model or its matrices, got {short(parameters)}")
-    named = [
+    named: Any = [
         each if isinstance(each, tuple) and len(each) == 2 else (f"matrix {index}", each)
         for index, each in enumerate(parameters)
     ]
@@ -196,6 +185,22 @@ def _chosen(parameters: Any) -> tuple[_Named, list[torch.nn.Parameter]]:
     if twice:
         raise InvalidArgument(f"parameters: {short(twice)}: a name or a parameter is given twice")
     return named, []
+
+
+def _of_model(model: torch.nn.Module) -> tuple[_Named, list[torch.nn.Parameter]]:
+    """Return the matrices of a model with their names, and its other parameters."""
+    embedded = {
+        id(each)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        for each in module.parameters(recurse=False)
+    }
+    trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    named = [pair for pair in trained if pair[1].ndim == 2 and id(pair[1]) not in embedded]
+    kept = {id(parameter) for _, parameter in named}
+    if not named:
+        raise InvalidArgument("parameters: the model has no matrices that require gradients")
+    return named, [parameter for _, parameter in trained if id(parameter) not in kept]
 
 
 def _what(value: object) -> str:

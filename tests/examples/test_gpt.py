@@ -443,3 +443,17 @@ def test_exact_sums_give_the_same_parameters_on_any_number_of_ranks() -> None:
     done = launch("gpt", "--sums", "exact", "--micro-batches", 1, *TINY)
     assert done.returncode != 0
     assert "--micro-batches: expected at least one for each of 2 ranks, got 1" in done.stderr
+
+
+@pytest.mark.long
+def test_a_sharded_model_is_trained_by_muon() -> None:
+    options = ["--optimizer", "muon", "--fsdp", *TINY, "--lr", "0.002"]
+    ends = [launch("gpt", *options, "--steps", steps, ranks=3) for steps in (1, 40)]
+    first, last = (float(end.stdout.split()[2]) for end in ends)
+    assert last < first - 0.5
+
+
+def test_muon_needs_shards() -> None:
+    done = launch("gpt", "--optimizer", "muon", *TINY, ranks=1)
+    assert done.returncode != 0
+    assert "muon needs --fsdp" in done.stderr

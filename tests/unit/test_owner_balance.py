@@ -55,12 +55,13 @@ def optimum(one: Instance) -> float:
     for rank in ranks:
         row = [one.costs[each] if rank == owner else 0.0 for each, owner in pairs]
         rows.append(LinearConstraint([*row, -1.0], -np.inf, 0))
+    bounds: Any = Bounds
     least = max(sum(one.costs) / len(ranks), *one.costs)
     found = milp(
         [*[0.0] * len(pairs), 1.0],
         constraints=rows,
         integrality=[*[1] * len(pairs), 0],
-        bounds=Bounds([*[0.0] * len(pairs), least], [*[1.0] * len(pairs), np.inf]),
+        bounds=bounds([*[0.0] * len(pairs), least], [*[1.0] * len(pairs), np.inf]),
         options={"mip_rel_gap": 1e-2, "time_limit": 20},
     )
     return float(found.mip_dual_bound)

@@ -89,7 +89,7 @@ def test_the_rest_is_a_run_of_fewer_ranks_to_the_last_bit(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("copies", "victim", "where"),
     [
-        (4, 1, "before"),
+        pytest.param(4, 1, "before", marks=long),
         pytest.param(4, 2, "after", marks=long),
         pytest.param(1, 0, "before", marks=long),
         pytest.param(4, 0, "copying", marks=long),

@@ -348,7 +348,8 @@ def mistakes() -> dict[str, str]:
         note("model", lambda: mcr.owned(nn.LayerNorm(4)))
         note("cost", lambda: mcr.owned([matrix], cost=lambda shape: -float(shape[0])))
         note("memory", lambda: mcr.owned([matrix], memory="many"))
-        note("tensor", lambda: mcr.owned(matrix))
+        no_list: Any = matrix
+        note("tensor", lambda: mcr.owned(no_list))
         sharded: Any = placed(torch.ones(4, 6), mesh, [S0]).requires_grad_()
         owned = mcr.owned([("w", sharded)])
         note("class", lambda: owned.optimizer(lambda parameters: None))  # type: ignore[arg-type,return-value]

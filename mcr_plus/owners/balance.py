@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Final, cast
 
 from mcr_plus.errors import InvalidArgument, short
 
@@ -25,16 +25,15 @@ def muon_cost(shape: Shape) -> float:
     return float(_NEWTON_SCHULZ * (4 * low * low * high + 2 * low**3))
 
 
-def cost_function(cost: Any) -> Cost:
+def cost_function(cost: object) -> Cost:
     """Return the function for the argument `cost` of `mcr.owned`; raises `InvalidArgument`."""
     if cost == "muon":
         return muon_cost
-    if callable(cost):
-        given: Cost = cost
-        return given
-    raise InvalidArgument(
-        f"cost: expected 'muon' or a function of a matrix's shape (rows, columns), got {short(cost)}"
-    )
+    if not callable(cost):
+        raise InvalidArgument(
+            f"cost: expected 'muon' or a function of a matrix's shape (rows, columns), got {short(cost)}"
+        )
+    return cast("Cost", cost)
 
 
 def assign(costs: Sequence[float], candidates: Sequence[Sequence[int]]) -> list[int]:

@@ -12,7 +12,7 @@ Shape = tuple[int, int]
 Cost = Callable[[Shape], float]
 
 _NEWTON_SCHULZ: Final = 5  # iterations, as in torch.optim.Muon
-_ATTEMPTS: Final = 200_000  # a bound on the time of a search: about half a second
+_ATTEMPTS: Final = 1_000_000  # a bound on the time of a search: about a second
 _ROUNDING: Final = 1e-9  # of a load: smaller differences are rounding
 
 

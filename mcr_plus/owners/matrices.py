@@ -35,8 +35,8 @@ class OwnedMatrix(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole matrix."""
-        return self.parameter.numel() * self.parameter.itemsize
+        """Bytes of memory for the whole matrix: a multiple of 64, so that the next one is aligned."""
+        return -(-self.parameter.numel() * self.parameter.itemsize // 64) * 64
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ def plan_memory(matrices: Sequence[OwnedMatrix], limit: int | None) -> MemoryPla
     found = _fitting(matrices, limit, keeps_weights=True) or _fitting(matrices, limit, keeps_weights=False)
     if found is not None:
         return found
+    least = max(map(_least_buffer, matrices))
     largest = sorted((each for each in matrices if not each.is_whole), key=lambda each: -each.nbytes)
-    needs = [f"{each.name} {about(4 * each.nbytes + 2 * _least_buffer(each))}" for each in largest[:_NAMED]]
+    needs = [f"{each.name} {about(4 * each.nbytes + 2 * least)}" for each in largest[:_NAMED]]
     raise InvalidArgument(
         f"memory: {about(limit or 0)} is too little; the largest matrices need {', '.join(needs)} on their "
         "owners: two whole gradients, two whole weights and the buffers of two exchanges"

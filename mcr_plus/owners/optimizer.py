@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import Work
@@ -85,9 +86,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients = self._gradients(self._matrices)
-        active = self._agree(gradients)
+        held, self._weights = self._weights, []  # after an error, owners receive the weights again
         try:
-            self._run(active, gradients)
+            self._run(self._agree(gradients, held), gradients)
         finally:
             for each in self._rounds:
                 each.release()
@@ -111,7 +112,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             one = self._rounds[self._early]
             gradients = self._gradients(one.moved)
             if any(
-                each.parameter.grad is None or self._passes.get(each.name) != self._expected.get(each.name)
+                each.parameter.grad is None or self._passes.get(each.name, 0) != self._expected.get(each.name)
                 for each in one.moved
             ):
                 return
@@ -165,12 +166,16 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     def _gradients(self, matrices: Sequence[OwnedMatrix]) -> Gradients:
         """Return this rank's parts of the gradients."""
-        return {
-            each.name: None
-            if each.parameter.grad is None
-            else local_part(each.parameter.grad, each.layout.local_shape(self._rank))
-            for each in matrices
-        }
+        found: dict[str, torch.Tensor | None] = {}
+        for each in matrices:
+            parameter: Any = each.parameter
+            gradient: Any = parameter.grad
+            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+                # For example addends of a sum over ranks that hold the same parameter.
+                gradient = gradient.redistribute(placements=parameter.placements)
+            shape = each.layout.local_shape(self._rank)
+            found[each.name] = None if gradient is None else local_part(gradient, shape)
+        return found
 
     def _held(self) -> list[int]:
         """Return digests of this rank's shards, if owners keep whole weights."""
@@ -179,14 +184,13 @@ class OwnedOptimizer(torch.optim.Optimizer):
         rank, moved = self._rank, [each for each in self._matrices if not each.is_whole]
         return digests(local_part(each.parameter, each.layout.local_shape(rank)) for each in moved)
 
-    def _agree(self, gradients: Gradients) -> list[MatrixRound]:
+    def _agree(self, gradients: Gradients, held: list[int]) -> list[MatrixRound]:
         """Return the rounds with gradients, and start afresh where gradients or weights have changed.
 
         One all_reduce tells all ranks which gradients exist, which have changed since they were sent, and
-        whether weights have.
+        whether weights have since the last step, after which their digests were `held`.
         """
-        held = self._held()
-        facts: list[int] = [int(self._weights != held)]
+        facts: list[int] = [int(self._held() != held)]
         facts += [int(one.has_changed(gradients)) for one in self._rounds]
         for each in self._matrices:
             has_part = 0 not in (each.layout.local_shape(self._rank) or (0,))

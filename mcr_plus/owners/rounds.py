@@ -20,7 +20,6 @@ from mcr_plus.owners.matrices import MemoryPlan, OwnedMatrix
 Gradients = Mapping[str, torch.Tensor | None]
 """This rank's part of each gradient, by the matrix's name."""
 
-_ALIGN: Final = 64  # bytes, of the tensors in a slot
 _GRADIENT: Final = "gradient of "
 _WEIGHT: Final = "weight of "
 
@@ -68,13 +67,15 @@ class MatrixRound:
         self._rank = comm.ranks[comm.rank]
         self._slots = slots
         self._slot: torch.Tensor | None = None
+        self._cuts: dict[int, dict[str, torch.Tensor]] = {}
+        """Whole tensors in a slot, by its identity: the pool keeps all slots."""
         self._keeps = memory.keeps_weights
         self._sent: list[int] = []
         self._mine = [each for each in self.moved if each.owner == self._rank]
         self.whole = {each.name: self._parameter(each) for each in matrices if each.owner == self._rank}
         kinds = [_GRADIENT] if self._keeps else [_GRADIENT, _WEIGHT]
         self._arrivals = [(kind + each.name, each) for kind in kinds for each in self._mine]
-        slots.nbytes = max(slots.nbytes, sum(_aligned(each.nbytes) for _, each in self._arrivals))
+        slots.nbytes = max(slots.nbytes, sum(each.nbytes for _, each in self._arrivals))
 
         def bound(pairs: Mapping[str, OwnedMatrix], pool: SpacePool, *, back: bool = False) -> Any:
             specs = {
@@ -104,12 +105,12 @@ class MatrixRound:
             return
         source: dict[str, torch.Tensor | None] = {}
         for each in self.moved:
-            weight = self._part(each)
             gradient = gradients[each.name]
-            if gradient is None and weight is not None:
+            if gradient is None and (weight := self._part(each)) is not None:
                 gradient = torch.zeros_like(weight)  # other matrices of the round have gradients
             source[_GRADIENT + each.name] = gradient
-            source[_WEIGHT + each.name] = weight
+            if not self._keeps:
+                source[_WEIGHT + each.name] = self._part(each)
         self._sent = digests(gradients[each.name] for each in self.moved) if is_early else []
         self.arriving = self._gather.start(source, self._views())
 
@@ -180,13 +181,15 @@ class MatrixRound:
             return {}
         if self._slot is None:
             self._slot = self._slots.take(self._mine[0].parameter.device)
-        found: dict[str, torch.Tensor] = {}
-        begin = 0
-        for name, each in self._arrivals:
-            found[name] = (
-                self._slot[begin : begin + each.nbytes].view(each.parameter.dtype).view(each.layout.shape)
-            )
-            begin += _aligned(each.nbytes)
+        found = self._cuts.get(id(self._slot))
+        if found is None:
+            found = self._cuts[id(self._slot)] = {}
+            begin = 0
+            for name, each in self._arrivals:
+                size = each.parameter.numel() * each.parameter.itemsize
+                flat = self._slot[begin : begin + size].view(each.parameter.dtype)
+                found[name] = flat.view(each.layout.shape)
+                begin += each.nbytes
         return found
 
     def _parameter(self, matrix: OwnedMatrix) -> torch.nn.Parameter:
@@ -235,7 +238,3 @@ def _homeward(matrix: OwnedMatrix) -> tuple[Layout, Layout]:
     others = [rank for rank in matrix.layout.ranks if rank != matrix.owner]
     target = Layout.replicated(matrix.layout.shape, others) if matrix.is_whole else matrix.layout
     return _at(matrix), target
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN

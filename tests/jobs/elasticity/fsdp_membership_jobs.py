@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import meet
@@ -129,3 +130,16 @@ def lost(victims: list[int], shape: list[int], where: str) -> dict[str, Any]:
     result["later"] = _plain(mcr.fsdp_state(model, optimizer))
     dist.destroy_process_group()
     return result
+
+
+def check_like(
+    found: dict[str, list[float]], model: nn.Module, optimizer: torch.optim.Optimizer, **tolerances: float
+) -> None:
+    """Assert that a state is the parameters and moments of a model of one process."""
+    expected = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            expected[f"{name} {key}"] = torch.as_tensor(value).flatten().tolist()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, **tolerances), name

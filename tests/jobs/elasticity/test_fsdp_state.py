@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch_features
 from jobs.elasticity import fsdp_membership_jobs as jobs
 from ranks import run_ranks
@@ -26,13 +25,7 @@ def survivors(victims: list[int], shape: list[int], where: str) -> list[dict[str
 def check(found: dict[str, list[float]], steps: list[list[int]]) -> None:
     """Whether parameters and moments are those of one process that has trained with these ranks' data."""
     model, optimizer = jobs.trained_alone(steps)
-    expected = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state[param].items():
-            expected[f"{name} {key}"] = torch.as_tensor(value).flatten().tolist()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    jobs.check_like(found, model, optimizer, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.short("victims0")

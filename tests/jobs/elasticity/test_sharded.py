@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch_features
+from jobs.elasticity import fsdp_membership_jobs
 from jobs.elasticity import sharded_program as program
 from ranks import nursery
 
@@ -45,13 +45,7 @@ def check(found: dict[str, list[float]], steps: int) -> None:
         optimizer.zero_grad()
         program.loss(model, step, 0, 1).backward()
         optimizer.step()
-    expected = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state[param].items():
-            expected[f"{name} {key}"] = torch.as_tensor(value).flatten().tolist()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    fsdp_membership_jobs.check_like(found, model, optimizer, rel=1e-9, abs=1e-12)
 
 
 def check_bits(end: dict[str, Any]) -> None:

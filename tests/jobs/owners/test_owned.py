@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,6 +92,44 @@ def updated_like_muon(
     return {"far": far, "rounds": len(plan.rounds), "keeps": plan.keeps_weights, "ahead": plan.ahead}
 
 
+class Failing(torch.optim.SGD):
+    """Fails after an update, if told."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if Failing.fails:
+            raise ArithmeticError("after the update")
+
+
+def failing_steps_and_addends() -> list[list[float]]:
+    """Return the matrices after steps of which one has failed, and with gradients that are addends."""
+    with job():
+        mesh = init_device_mesh("cpu", (2,))
+        rank = dist.get_rank()
+        found = []
+        for placement, gradient in ((S0, S0), (R, Partial())):
+            sharded: list[Any] = [nn.Parameter(placed(torch.ones(3, 2), mesh, [placement])) for _ in range(2)]
+            optimizer: Any = mcr.owned(sharded).optimizer(Failing, lr=1.0)
+            for step in range(3):
+                for each in sharded:
+                    whole = torch.full((3, 2), 8.0)
+                    each.grad = (
+                        placed(whole, mesh, [S0])
+                        if gradient is S0
+                        else DTensor.from_local(whole * (0.25, 0.75)[rank], mesh, [gradient], run_check=False)
+                    )
+                Failing.fails = step == 1 and placement is S0  # in place, there is no way back
+                if Failing.fails:
+                    with pytest.raises(ArithmeticError):
+                        optimizer.step()
+                    Failing.fails = False
+                optimizer.step()
+            found += [each.full_tensor().flatten().tolist() for each in sharded]
+        return found
+
+
 def matrices_on_three_ranks() -> list[dict[str, Any]]:
     with job():
         mesh = init_device_mesh("cpu", (3,))
@@ -125,6 +163,11 @@ def test_shards_of_every_kind_are_updated_like_whole_matrices() -> None:
 def test_matrices_on_a_mesh_of_two_dimensions() -> None:
     for result in run_ranks(matrices_on_a_mesh, 4, via="torch"):
         assert [each["far"] for each in result.value] == [0.0] * 8
+
+
+def test_failed_steps_are_not_made_twice_and_addends_are_summed() -> None:
+    for result in run_ranks(failing_steps_and_addends, 2, via="torch"):
+        assert result.value == [[1.0 - 3 * 8.0] * 6] * 4
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------

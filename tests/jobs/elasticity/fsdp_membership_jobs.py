@@ -133,13 +133,16 @@ def lost(victims: list[int], shape: list[int], where: str) -> dict[str, Any]:
 
 
 def check_like(
-    found: dict[str, list[float]], model: nn.Module, optimizer: torch.optim.Optimizer, **tolerances: float
+    found: dict[str, list[float]], model: nn.Module, optimizer: torch.optim.Optimizer, tolerances: list[float]
 ) -> None:
-    """Assert that a state is the parameters and moments of a model of one process."""
+    """Assert that a state is the parameters and moments of a model of one process.
+
+    `tolerances`: relative, absolute.
+    """
     expected = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
             expected[f"{name} {key}"] = torch.as_tensor(value).flatten().tolist()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, **tolerances), name
+        assert found[name] == pytest.approx(value, *tolerances), name

@@ -25,7 +25,7 @@ def survivors(victims: list[int], shape: list[int], where: str) -> list[dict[str
 def check(found: dict[str, list[float]], steps: list[list[int]]) -> None:
     """Whether parameters and moments are those of one process that has trained with these ranks' data."""
     model, optimizer = jobs.trained_alone(steps)
-    jobs.check_like(found, model, optimizer, rel=1e-3, abs=1e-5)
+    jobs.check_like(found, model, optimizer, [1e-3, 1e-5])
 
 
 @pytest.mark.short("victims0")

@@ -45,7 +45,7 @@ def check(found: dict[str, list[float]], steps: int) -> None:
         optimizer.zero_grad()
         program.loss(model, step, 0, 1).backward()
         optimizer.step()
-    fsdp_membership_jobs.check_like(found, model, optimizer, rel=1e-9, abs=1e-12)
+    fsdp_membership_jobs.check_like(found, model, optimizer, [1e-9, 1e-12])
 
 
 def check_bits(end: dict[str, Any]) -> None:

@@ -145,4 +145,4 @@ def check_like(
             expected[f"{name} {key}"] = torch.as_tensor(value).flatten().tolist()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, *tolerances), name
+        assert found[name] == pytest.approx(value, tolerances[0], tolerances[1]), name

@@ -75,6 +75,11 @@ class _Offered(_FileModel):
     name: str
     tensors: list[_Tensor]
 
+    @property
+    def held(self) -> list[HeldShard]:
+        """Shards of the offer's tensors. Raises `ValueError` for a shard that no rank can hold."""
+        return [_held(tensor) for tensor in self.tensors]
+
 
 class _Boxes(_FileModel):
     """Boxes of a tensor: their lowest corners, and their highest ones (exclusive)."""
@@ -167,7 +172,7 @@ class EndpointFile(_FileModel):
         Raises `InvalidArgument` with all offers, and the first difference to the most similar one.
         """
         own = _content(held)
-        contents = [_content([_held(tensor) for tensor in each.tensors]) for each in self.offers]
+        contents = [_content(each.held) for each in self.offers]
         if own in contents:
             number = contents.index(own)
             return number, [part.part() for part in self.parts if number in part.offers]
@@ -362,7 +367,7 @@ def _parsed(path: str, text: bytes) -> EndpointFile:
         for part in invitation.parts:
             part.part()
         for offer in invitation.offers:
-            _content([_held(tensor) for tensor in offer.tensors])
+            _content(offer.held)
         _check(invitation)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -381,7 +386,7 @@ def _check(invitation: EndpointFile) -> None:
     if not invitation.offers:
         raise ValueError("it offers nothing")
     for number, offer in enumerate(invitation.offers):
-        tensors = {each.name: _held(each) for each in offer.tensors}
+        tensors = {each.name: each for each in offer.held}
         left = {name: int(held.bounds.volumes.sum()) for name, held in tensors.items()}
         for part in invitation.parts:
             if number not in part.offers:

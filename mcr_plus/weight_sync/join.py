@@ -77,7 +77,7 @@ def join_sync(
     for width in sorted({getattr(torch, each.dtype).itemsize for each in weights.held}):
         delta.prepare(width)  # before asking the sources: it may take seconds, in which they may end
     try:
-        found = _answering(path, timeout)
+        found = invited(path, timeout)
         offer, parts = found.choose(weights.held)
     except InvalidArgument as error:
         raise InvalidArgument(f"join_sync: {error}") from None
@@ -97,8 +97,11 @@ def _checked(invitation: Path, timeout: float) -> str:
     return os.fspath(invitation)
 
 
-def _answering(path: str, timeout: float) -> EndpointFile:
-    """Return the file's invitation once its sources answer; the file may be replaced meanwhile."""
+def invited(path: str, timeout: float) -> EndpointFile:
+    """Return the file's invitation once its sources answer; the file may be replaced meanwhile.
+
+    Raises what `join_sync` raises.
+    """
     deadline = time.monotonic() + timeout
     while True:
         found = endpoint_file.read(path)

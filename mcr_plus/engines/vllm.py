@@ -1,0 +1,221 @@
+"""Weights from trainers into the workers of vLLM: its weight transfer engine `mcr`, see `vllm_plugin`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from mcr_plus.engines.loader_reads import reads_of
+from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, Unsupported
+from mcr_plus.layout.layout import Layout
+from mcr_plus.layout.regions import Boxes, meet_all
+from mcr_plus.weight_sync.endpoint_file import EndpointFile
+from mcr_plus.weight_sync.join import invited, join_sync
+from mcr_plus.weight_sync.shards import HeldShard
+from mcr_plus.weight_sync.sync import WeightSync
+
+try:
+    _vllm: Any = import_module("vllm")
+except ImportError as error:
+    raise ImportError(f"mcr_plus.engines.vllm needs vLLM: pip install vllm ({error})") from error
+
+_TESTED: Final = "0.32"
+if not _vllm.__version__.startswith(f"{_TESTED}."):
+    raise Unsupported(
+        f"vLLM {_vllm.__version__}: mcr_plus.engines.vllm was tested with vLLM {_TESTED}, whose weight transfer "
+        "engines other versions do not have in the same form"
+    )
+_base: Any = import_module("vllm.distributed.weight_transfer.base")
+
+
+@dataclass
+class McrInitInfo(_base.WeightTransferInitInfo):  # type: ignore[misc]
+    """Argument of `init_weight_transfer_engine`, as for `mcr.join_sync`.
+
+    `invitation`: the file. `timeout`: seconds to wait for it and for its sources; vLLM serves nothing then.
+    """
+
+    invitation: str
+    timeout: float = 10.0
+
+
+@dataclass
+class McrUpdateInfo(_base.WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Argument of `update_weights`.
+
+    `timeout`: seconds to wait for a newer version than the model's, while vLLM serves nothing. With 0, the
+    newest that has arrived is loaded, if there is one.
+    """
+
+    timeout: float = 0.0
+
+
+class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
+    """Receiver of weights in a worker of vLLM: a tensor parallel rank gets only elements that it loads.
+
+    An update loads the newest version that all workers of the model have, in one call between two steps of
+    generation; `start_weight_update` and `finish_weight_update` have nothing to do. Memory on the host: two
+    copies of the worker's part of the checkpoint.
+    """
+
+    init_info_cls, update_info_cls = McrInitInfo, McrUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any) -> None:
+        """Create the engine as vLLM's factory does."""
+        super().__init__(*arguments)
+        self._sync: WeightSync | None = None
+        self._held: dict[str, HeldShard] = {}
+        self._state: dict[str, torch.Tensor] = {}
+        self._arrived = self._loaded = 0
+
+    def init_transfer_engine(self, init_info: McrInitInfo) -> None:
+        """Join the synchronisation of the invitation; leaves the one before.
+
+        Raises:
+            InvalidArgument: the offered tensors do not fit the model, or none of the offers has the elements
+                that this worker loads; the text names all misfits.
+            CommTimeout, PeerLost: as `mcr.join_sync`.
+        """
+        self.shutdown()
+        found = invited(init_info.invitation, init_info.timeout)
+        held = self._offered(found)
+        self._held = {each.name: each for each in held}
+        parts = [each for each in held if each.boxes is not None]
+        layout = {each.name: Layout.boxes(each.shape, {0: _boxes(each)}) for each in parts}
+        shapes = {name: each.local_shape(0) for name, each in layout.items()}
+        self._state = {
+            each.name: torch.zeros(shapes.get(each.name) or each.shape, dtype=_dtype(each)) for each in held
+        }
+        self._sync = join_sync(init_info.invitation, self._state, layout, timeout=init_info.timeout)
+        self._arrived = self._loaded = 0
+
+    def _offered(self, found: EndpointFile) -> list[HeldShard]:
+        """Return the shards of the smallest offer that covers what this worker loads."""
+        offers = {each.name: each.held for each in found.offers}
+        tensors = {each.name: each._replace(boxes=None) for held in offers.values() for each in held}
+        try:
+            needs = reads_of(self.model, self.model_config, tensors.values())
+        except ValueError as error:
+            raise InvalidArgument(f"sync {found.tag!r} does not fit the model of vLLM: {error}") from None
+        lacking = {name: _lacking(needs, {each.name: each for each in held}) for name, held in offers.items()}
+        fitting = [held for name, held in offers.items() if not lacking[name]]
+        rank, size = self.parallel_config.rank, self.parallel_config.tensor_parallel_size
+        best = min(fitting, key=_nbytes, default=None)
+        is_split = any(each.boxes is not None for held in offers.values() for each in held)
+        if best is None or (size > 1 and is_split and all(each.boxes is None for each in best)):
+            reasons = "; ".join(f"{name}: lacks {', '.join(lacks)}" for name, lacks in lacking.items() if lacks)
+            raise InvalidArgument(
+                f"sync {found.tag!r} offers nothing for worker {rank} of {size} in tensor parallel: {reasons} "
+                "(offers=tensor_parallel_offers(…) in the trainers' mcr.sync)"
+            )
+        return best
+
+    def start_weight_update(self) -> None:
+        """Do nothing."""
+
+    def finish_weight_update(self) -> None:
+        """Do nothing."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the newest version, see `McrUpdateInfo`. Raises what `WeightSync.pull` raises, on all workers."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: McrUpdateInfo) -> None:
+        """Load the newest version, as `update_weights` does."""
+        version = self._agreed(update_info.timeout)
+        if version == self._loaded:
+            return
+        reload = import_module("vllm.model_executor.model_loader.reload")
+        reload.initialize_layerwise_reload(self.model)
+        with self.device:
+            self.model.load_weights((name, self._whole(name)) for name in self._held)
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+        self._loaded = version
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """Return a tensor of the shape in the checkpoint, of which this worker's part is filled."""
+        held, local = self._held[name], self._state[name]
+        if held.boxes is None:
+            return local
+        whole = torch.empty(held.shape, dtype=local.dtype, device="cpu")  # the rest is not read, nor in memory
+        at = 0
+        for box in _boxes(held):
+            part = whole[tuple(slice(*ends) for ends in box)]
+            part.copy_(local.flatten()[at : at + part.numel()].view(part.shape))
+            at += part.numel()
+        return whole
+
+    def versions(self) -> tuple[int, int]:
+        """Return the newest version that has arrived, and the one that the model has; 0 for none."""
+        self._arrived = self._joined.pull(wait=False) or self._arrived
+        return self._arrived, self._loaded
+
+    @property
+    def _joined(self) -> WeightSync:
+        if self._sync is None:
+            raise BackendError("weight transfer engine 'mcr': call init_weight_transfer_engine first")
+        return self._sync
+
+    def _agreed(self, timeout: float) -> int:
+        """Pull until all workers of the model have the same version, and return it."""
+        ends, aim, problem = time.monotonic() + timeout, self._loaded + (timeout > 0), ""
+        while True:
+            try:
+                while self._arrived < aim:
+                    left = max(ends - time.monotonic(), self._joined.stats()["pause_seconds"])
+                    self._arrived = self._joined.pull(timeout=left) or self._arrived
+            except BackendError as error:
+                problem = str(error)
+            answers = _everywhere((self._arrived, problem))
+            if problems := [text for _, text in answers if text]:
+                raise BackendError(problems[0])
+            aim = max(version for version, _ in answers)
+            if all(version == aim for version, _ in answers):
+                return aim
+
+    def shutdown(self) -> None:
+        """Leave the synchronisation."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+
+
+def _everywhere(mine: tuple[int, str]) -> list[tuple[int, str]]:
+    """Return the answers of all workers of the model, in tensor and pipeline parallel."""
+    state, answers = import_module("vllm.distributed.parallel_state"), [mine]
+    for group in (state.get_tp_group(), state.get_pp_group()):
+        if group.world_size > 1:
+            found: list[Any] = [None] * group.world_size
+            dist.all_gather_object(found, answers, group=group.cpu_group)
+            answers = [each for listed in found for each in listed]
+    return answers
+
+
+def _lacking(needs: dict[str, Boxes], held: dict[str, HeldShard]) -> list[str]:
+    """Return the names of tensors of which elements that are needed are not held."""
+    return [
+        name
+        for name, boxes in needs.items()
+        if name not in held or meet_all(boxes, held[name].bounds)[2].volumes.sum() < boxes.volumes.sum()
+    ]
+
+
+def _nbytes(held: list[HeldShard]) -> int:
+    return sum(int(each.bounds.volumes.sum()) * _dtype(each).itemsize for each in held)
+
+
+def _dtype(shard: HeldShard) -> torch.dtype:
+    found: torch.dtype = getattr(torch, shard.dtype)
+    return found
+
+
+def _boxes(shard: HeldShard) -> list[list[tuple[int, int]]]:
+    """Return the boxes of a shard; a box is the bounds in each dimension."""
+    sides = (side.tolist() for side in shard.bounds)
+    return [list(zip(low, high, strict=True)) for low, high in zip(*sides, strict=True)]

@@ -1,0 +1,96 @@
+"""Plugin of vLLM: registers the weight transfer engine `mcr`, and lets servers follow trainers by themselves.
+
+The trainers call `mcr.sync(…, invite="policy.sync")`, and push. A server follows them by itself:
+
+    VLLM_PLUGINS=mcr_plus vllm serve MODEL --weight-transfer-config '{"backend": "mcr"}' \\
+        --additional-config '{"mcr_plus": {"invitation": "policy.sync"}}'
+
+A program that has vLLM's `LLM` or `AsyncLLM` calls its `init_weight_transfer_engine`, and `update_weights`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from importlib import import_module
+from typing import Any, Final
+
+NAME: Final = "mcr"
+_log = logging.getLogger("mcr_plus")
+
+
+def register() -> None:
+    """Register the engine with vLLM in this process, as plugin of `vllm.general_plugins`; may be repeated.
+
+    The engine's module is imported when a worker has loaded its model: vLLM 0.32 without triton cannot start
+    a worker on the CPU in which numba is imported (`findings/vllm_cpu_numba.sh`).
+    """
+    factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+    if NAME not in factory._registry:
+        factory.register_engine(NAME, "mcr_plus.engines.vllm", "McrWeightTransferEngine")
+        worker: Any = import_module("vllm.v1.worker.worker_base").WorkerBase
+        worker.mcr_plus_versions = _versions  # for `collective_rpc`, as vLLM's plugins add methods
+
+
+def _versions(worker: Any) -> tuple[int, int]:
+    """Return the newest version that has arrived at this worker, and the one that its model has."""
+    found: tuple[int, int] = worker.weight_transfer_engine.versions()
+    return found
+
+
+class Following:
+    """Plugin of `vllm.endpoint_plugins`: the server pulls versions as they come. It adds no routes."""
+
+    name, required_tasks = "mcr_plus", None
+
+    def attach_router(self, app: Any) -> None:
+        """Do nothing."""
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Begin to follow the invitation of `--additional-config`, if there is one."""
+        settings = (args.additional_config or {}).get("mcr_plus")
+        if engine_client is not None and settings is not None:
+            state.mcr_plus = asyncio.create_task(follow(engine_client, **settings))
+
+
+async def follow(client: Any, invitation: str, every: float = 0.2) -> None:
+    """Load each version into a server as it arrives, until cancelled.
+
+    Before an update, sequences in generation are put back, and continued with the new weights from their
+    text so far; nothing computed with older weights is used. When the trainers end, the server keeps the last
+    version, and waits for the file's next invitation.
+
+    Args:
+        client: vLLM's `AsyncLLM`.
+        invitation: the file of `mcr.sync`.
+        every: seconds between two looks for a newer version.
+    """
+    base = import_module("vllm.distributed.weight_transfer.base")
+    said = ""
+    while True:
+        try:
+            request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 0.0})
+            await client.init_weight_transfer_engine(request)
+            _log.info("vLLM follows %r", invitation)
+            said = ""
+            while True:
+                if all(arrived > loaded for arrived, loaded in await client.collective_rpc("mcr_plus_versions")):
+                    await _update(client, base.WeightTransferUpdateRequest({}))
+                await asyncio.sleep(every)
+        except Exception as error:
+            if str(error) != said:
+                _log.warning("vLLM does not follow %r now, and tries again: %s", invitation, error)
+            said = str(error)
+        await asyncio.sleep(max(every, 1.0))
+
+
+async def _update(client: Any, request: Any) -> None:
+    await client.pause_generation(mode="keep")
+    try:
+        await client.start_weight_update()
+        await client.update_weights(request)
+        (_, loaded), *_ = await client.collective_rpc("mcr_plus_versions")
+        await client.finish_weight_update(str(loaded))
+        await client.reset_prefix_cache(reset_running_requests=True)
+    finally:
+        await client.resume_generation()

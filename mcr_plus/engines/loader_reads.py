@@ -17,15 +17,15 @@ from mcr_plus.weight_sync.shards import HeldShard
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
-def reads_of(model: torch.nn.Module, config: Any, tensors: Iterable[HeldShard]) -> dict[str, Boxes]:
+def reads_of(
+    model: torch.nn.Module, config: Any, tensors: Iterable[HeldShard]
+) -> tuple[dict[str, Boxes], list[str]]:
     """Return the boxes of each checkpoint tensor that this worker's loaders copy to its parameters.
 
     Tensors without data go through `model.load_weights` while the parameters have no data either, as at the
     begin of vLLM's layerwise reload; the model keeps its values. `config`: vLLM's configuration of the model.
-    A tensor is read as a whole if a loader computes with it.
-
-    Raises:
-        ValueError: tensors do not fit the model, or parameters of the model come from none; it names all.
+    A tensor is read as a whole if a loader computes with it. The second result has a text for each tensor that
+    does not fit the model, and for each parameter that no tensor fills.
     """
     reload = import_module("vllm.model_executor.model_loader.reload.layerwise")
     reload.initialize_layerwise_reload(model)
@@ -47,9 +47,7 @@ def reads_of(model: torch.nn.Module, config: Any, tensors: Iterable[HeldShard]) 
         missing = parameter.numel() - seen.filled[_storage(parameter)]
         if missing > 0 and not (is_tied and name.endswith("lm_head.weight")):
             seen.problems.append(f"no tensor fills {missing:,} of the {parameter.numel():,} values of '{name}'")
-    if seen.problems:
-        raise ValueError("; ".join(seen.problems))
-    return seen.boxes
+    return seen.boxes, seen.problems
 
 
 class _Reads(TorchDispatchMode):

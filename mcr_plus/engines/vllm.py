@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mcr_plus.engines.loader_reads import reads_of
 from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, Unsupported
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.regions import Boxes, meet_all
+from mcr_plus.layout.regions import Boxes, meet_all, volumes
 from mcr_plus.weight_sync.endpoint_file import EndpointFile
 from mcr_plus.weight_sync.join import invited, join_sync
 from mcr_plus.weight_sync.shards import HeldShard
@@ -75,34 +76,39 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         self._arrived = self._loaded = 0
 
     def init_transfer_engine(self, init_info: McrInitInfo) -> None:
-        """Join the synchronisation of the invitation; leaves the one before.
+        """Join the synchronisation of the invitation, then leave the one before.
 
         Raises:
             InvalidArgument: the offered tensors do not fit the model, or none of the offers has the elements
                 that this worker loads; the text names all misfits.
             CommTimeout, PeerLost: as `mcr.join_sync`.
         """
-        self.shutdown()
         found = invited(init_info.invitation, init_info.timeout)
         held = self._offered(found)
-        self._held = {each.name: each for each in held}
         parts = [each for each in held if each.boxes is not None]
         layout = {each.name: Layout.boxes(each.shape, {0: _boxes(each)}) for each in parts}
         shapes = {name: each.local_shape(0) for name, each in layout.items()}
-        self._state = {
+        state = {
             each.name: torch.zeros(shapes.get(each.name) or each.shape, dtype=_dtype(each)) for each in held
         }
-        self._sync = join_sync(init_info.invitation, self._state, layout, timeout=init_info.timeout)
+        joined = join_sync(init_info.invitation, state, layout, timeout=init_info.timeout)
+        self.shutdown()
+        self._sync, self._state, self._held = joined, state, {each.name: each for each in held}
         self._arrived = self._loaded = 0
 
     def _offered(self, found: EndpointFile) -> list[HeldShard]:
         """Return the shards of the smallest offer that covers what this worker loads."""
         offers = {each.name: each.held for each in found.offers}
         tensors = {each.name: each._replace(boxes=None) for held in offers.values() for each in held}
-        try:
-            needs = reads_of(self.model, self.model_config, tensors.values())
-        except ValueError as error:
-            raise InvalidArgument(f"sync {found.tag!r} does not fit the model of vLLM: {error}") from None
+        needs, problems = reads_of(self.model, self.model_config, tensors.values())
+        everywhere = _everywhere((needs, problems))
+        problems = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
+        for name, tensor in tensors.items():  # loaders take what they need from the begin of a larger tensor
+            read = [np.concatenate(boxes[name], axis=1) for boxes, _ in everywhere if name in boxes]
+            if read and volumes(*np.hsplit(np.unique(np.concatenate(read), axis=0), 2)).sum() < tensor.bounds.volumes[0]:
+                problems.append(f"{tensor} is only read in part")
+        if problems:
+            raise InvalidArgument(f"sync {found.tag!r} does not fit the model of vLLM: {'; '.join(problems)}")
         lacking = {name: _lacking(needs, {each.name: each for each in held}) for name, held in offers.items()}
         fitting = [held for name, held in offers.items() if not lacking[name]]
         rank, size = self.parallel_config.rank, self.parallel_config.tensor_parallel_size
@@ -186,7 +192,7 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             self._sync = None
 
 
-def _everywhere(mine: tuple[int, str]) -> list[tuple[int, str]]:
+def _everywhere(mine: Any) -> list[Any]:
     """Return the answers of all workers of the model, in tensor and pipeline parallel."""
     state, answers = import_module("vllm.distributed.parallel_state"), [mine]
     for group in (state.get_tp_group(), state.get_pp_group()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,6 +27,7 @@ except ImportError as error:
     raise ImportError(f"mcr_plus.engines.vllm needs vLLM: pip install vllm ({error})") from error
 
 _TESTED: Final = "0.32"
+_log = logging.getLogger("mcr_plus")
 if not _vllm.__version__.startswith(f"{_TESTED}."):
     raise Unsupported(
         f"vLLM {_vllm.__version__}: mcr_plus.engines.vllm was tested with vLLM {_TESTED}, whose weight transfer "
@@ -157,9 +159,17 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             at += part.numel()
         return whole
 
-    def versions(self) -> tuple[int, int]:
-        """Return the newest version that has arrived, and the one that the model has; 0 for none."""
-        self._arrived = self._joined.pull(wait=False) or self._arrived
+    def versions(self) -> tuple[int, int] | None:
+        """Return the newest version that has arrived, and the one that the model has; 0 for none.
+
+        Returns None once the trainers have ended or died, and their last version is loaded.
+        """
+        try:
+            self._arrived = self._joined.pull(wait=False) or self._arrived
+        except BackendError as error:
+            if self._arrived == self._loaded:
+                _log.warning("vLLM keeps version %d of its weights: %s", self._loaded, error)
+                return None
         return self._arrived, self._loaded
 
     @property

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from importlib import import_module
 from typing import Any, Final
 
 NAME: Final = "mcr"
+_LONGEST_NAP: Final = 30.0  # s
 _log = logging.getLogger("mcr_plus")
 
 
@@ -32,10 +34,9 @@ def register() -> None:
         worker.mcr_plus_versions = _versions  # for `collective_rpc`, as vLLM's plugins add methods
 
 
-def _versions(worker: Any) -> tuple[int, int]:
-    """Return the newest version that has arrived at this worker, and the one that its model has."""
-    found: tuple[int, int] = worker.weight_transfer_engine.versions()
-    return found
+def _versions(worker: Any) -> Any:
+    """Return `McrWeightTransferEngine.versions` of this worker."""
+    return worker.weight_transfer_engine.versions()
 
 
 class Following:
@@ -65,23 +66,21 @@ async def follow(client: Any, invitation: str, every: float = 0.2) -> None:
         invitation: the file of `mcr.sync`.
         every: seconds between two looks for a newer version.
     """
-    base = import_module("vllm.distributed.weight_transfer.base")
-    said = ""
+    base, nap = import_module("vllm.distributed.weight_transfer.base"), every
     while True:
         try:
-            request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 0.0})
-            await client.init_weight_transfer_engine(request)
-            _log.info("vLLM follows %r", invitation)
-            said = ""
-            while True:
-                if all(arrived > loaded for arrived, loaded in await client.collective_rpc("mcr_plus_versions")):
-                    await _update(client, base.WeightTransferUpdateRequest({}))
-                await asyncio.sleep(every)
+            if os.path.exists(invitation):
+                request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 0.0})
+                await client.init_weight_transfer_engine(request)
+                nap = every
+                while all(versions := await client.collective_rpc("mcr_plus_versions")):
+                    if all(arrived > loaded for arrived, loaded in versions):
+                        await _update(client, base.WeightTransferUpdateRequest({}))
+                    await asyncio.sleep(every)
         except Exception as error:
-            if str(error) != said:
-                _log.warning("vLLM does not follow %r now, and tries again: %s", invitation, error)
-            said = str(error)
-        await asyncio.sleep(max(every, 1.0))
+            nap = min(2 * nap, _LONGEST_NAP)  # vLLM reports each failure at length
+            _log.warning("vLLM does not follow %r, and tries again in %g s: %s", invitation, nap, error)
+        await asyncio.sleep(nap)
 
 
 async def _update(client: Any, request: Any) -> None:

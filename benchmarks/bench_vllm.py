@@ -1,6 +1,6 @@
 """Weights from a trainer into a server of vLLM on another host: bytes and seconds.
 
-    python benchmarks/bench_vllm.py --degree 2 --output benchmarks/results/vllm_….md    where vLLM is installed
+    python benchmarks/bench_vllm.py --degree 2 --output benchmarks/results/vllm_….md    with vLLM installed
 
 The trainer changes a share of random values by one unit in the last place, and pushes. Seconds last from the
 push until all workers of the server have loaded the version. In turns with it, gloo broadcasts all weights to
@@ -65,7 +65,11 @@ def main(
 
 
 def _environ(host: int, hosts: TwoHosts) -> dict[str, str]:
-    vllm = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+    vllm = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     names = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": hosts.links[host]}
     return {**os.environ, **names, **(vllm if host else {})}
 
@@ -81,9 +85,10 @@ def _report(rows: list[dict[str, Any]], rate: str, degree: int, density: float, 
     ]
     loads = median(row["load_seconds"] for row in rows)
     note = (
-        f"{numel:,} bfloat16 values, {density:.2%} changed per version; {rate}, tensor parallel {degree}, medians of "
-        f"{len(rows)} versions. mcr / sparse_nccl's bytes: **{nbytes / (6 * changed):.3f}**; dense / mcr's time: "
-        f"**{dense / ours:.1f}**. Of mcr's time, loading an update that has arrived took {loads * 1e3:,.0f} ms."
+        f"{numel:,} bfloat16 values, {density:.2%} changed per version; {rate}, tensor parallel {degree}, "
+        f"medians of {len(rows)} versions. mcr / sparse_nccl's bytes: **{nbytes / (6 * changed):.3f}**; "
+        f"dense / mcr's time: **{dense / ours:.1f}**. Of mcr's time, loading an update that has arrived took "
+        f"{loads * 1e3:,.0f} ms."
     )
     text = harness.markdown(["way", "bytes on the link", "per change", "ms"], table)
     harness.write(harness.page("Weights into vLLM", harness.command(), note, text), output, "vllm")
@@ -122,7 +127,12 @@ def train(folder: Path, degree: int, density: float, versions: int) -> None:
             sent, begin = _sent(), time.monotonic()
             sync.push()
             ends = _answer()
-            row = {"numel": flat.numel(), "changed": changed, "bytes": _sent() - sent, "seconds": ends[0] - begin}
+            row = {
+                "numel": flat.numel(),
+                "changed": changed,
+                "bytes": _sent() - sent,
+                "seconds": ends[0] - begin,
+            }
             dist.barrier()
             sent, begin = _sent(), time.monotonic()
             dist.broadcast(flat, 0)
@@ -144,7 +154,9 @@ def serve(folder: Path, degree: int, density: float, versions: int) -> None:  # 
         str(folder / "model"), tensor_parallel_size=degree, enforce_eager=True, max_model_len=128,
         skip_tokenizer_init=True, weight_transfer_config={"backend": "mcr"},
     )  # fmt: skip
-    llm.init_weight_transfer_engine({"init_info": {"invitation": str(folder / "policy.sync"), "timeout": WAIT}})
+    llm.init_weight_transfer_engine(
+        {"init_info": {"invitation": str(folder / "policy.sync"), "timeout": WAIT}}
+    )
     dist.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:{PORT}", rank=1, world_size=2)
     flat = torch.empty(json.loads(_numel(folder)), dtype=torch.bfloat16)
     for _ in range(versions + 1):

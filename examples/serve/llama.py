@@ -11,7 +11,7 @@ import sys
 import time
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
@@ -20,7 +20,6 @@ import torch
 import typer
 from corpus import VOCABULARY, read_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -33,7 +32,11 @@ BATCH = 8
 
 def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     """The token of a byte is its value."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # which stand for themselves in GPT-2's letters
+    printable = [
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    ]  # which stand for themselves in GPT-2's letters
     others = [byte for byte in range(VOCABULARY) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
     tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
@@ -42,7 +45,7 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def built(hidden: int, seed: int) -> nn.Module:
+def built(hidden: int, seed: int) -> Any:
     """The model, with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -90,7 +93,10 @@ def main(
                         target.copy_(source)
                 version = weights.push()
                 if comm.rank == 0:
-                    print(f"trainer  step {step:4}  loss {loss.item():.3f}  pushed version {version}", flush=True)
+                    print(
+                        f"trainer  step {step:4}  loss {loss.item():.3f}  pushed version {version}",
+                        flush=True,
+                    )
         weights.close()
 
 

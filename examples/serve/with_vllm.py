@@ -36,16 +36,32 @@ def served(folder: Path, invitation: Path, port: int, degree: int) -> list[str]:
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"),
-        *("--enforce-eager", "--uvicorn-log-level", "warning", "--max-model-len", "128", "--tensor-parallel-size", str(degree)),
+        *(
+            "--enforce-eager",
+            "--uvicorn-log-level",
+            "warning",
+            "--max-model-len",
+            "128",
+            "--tensor-parallel-size",
+            str(degree),
+        ),
         *("--weight-transfer-config", json.dumps(transfer), "--additional-config", json.dumps(follows)),
     ]
 
 
 def answer(port: int, length: int) -> str | None:
     """Ask the server; None if it does not answer yet."""
-    question = {"model": "policy", "prompt": PROMPT, "max_tokens": length, "temperature": 0, "ignore_eos": True}
+    question = {
+        "model": "policy",
+        "prompt": PROMPT,
+        "max_tokens": length,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(question).encode(),
+        {"Content-Type": "application/json"},
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as reply:
@@ -63,7 +79,9 @@ def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.2)
 
 
-def talk(port: int, length: int, trainer: subprocess.Popen[bytes], server: subprocess.Popen[bytes]) -> Sequence[str]:
+def talk(
+    port: int, length: int, trainer: subprocess.Popen[bytes], server: subprocess.Popen[bytes]
+) -> Sequence[str]:
     """Ask until the trainer has ended, and once more; returns the different answers."""
     found: list[str] = []
     is_last = False
@@ -93,7 +111,19 @@ def main(
     environ = {"VLLM_LOGGING_LEVEL": "ERROR", **names, **os.environ, "VLLM_PLUGINS": "mcr_plus"}
     with tempfile.TemporaryDirectory() as folder:
         invitation, checkpoint = Path(folder, "policy.sync"), Path(folder, "model")
-        trains = [*(sys.executable, "-m", "mcr_plus", "run", "-n", "1", str(HERE / "llama.py"), str(checkpoint), str(invitation))]
+        trains = [
+            *(
+                sys.executable,
+                "-m",
+                "mcr_plus",
+                "run",
+                "-n",
+                "1",
+                str(HERE / "llama.py"),
+                str(checkpoint),
+                str(invitation),
+            )
+        ]
         options = ("--steps", steps, "--every", every, "--degree", degree, "--servers", degree)
         trainer = subprocess.Popen([*trains, *map(str, options)], env=environ)
         try:

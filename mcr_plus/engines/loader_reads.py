@@ -24,8 +24,8 @@ def reads_of(
 
     Tensors without data go through `model.load_weights` while the parameters have no data either, as at the
     begin of vLLM's layerwise reload; the model keeps its values. `config`: vLLM's configuration of the model.
-    A tensor is read as a whole if a loader computes with it. The second result has a text for each tensor that
-    does not fit the model, and for each parameter that no tensor fills.
+    A tensor is read as a whole if a loader computes with it. The second result has a text for each tensor
+    that does not fit the model, and for each parameter that no tensor fills.
     """
     reload = import_module("vllm.model_executor.model_loader.reload.layerwise")
     reload.initialize_layerwise_reload(model)
@@ -37,8 +37,8 @@ def reads_of(
                 if hasattr(each, "weight_loader"):
                     each.weight_loader = reload._get_original_loader(each)
         with seen, torch.no_grad():
-            for each in tensors:
-                seen.follow(model, each)
+            for tensor in tensors:
+                seen.follow(model, tensor)
         parameters = {name: each for name, each in model.named_parameters() if each.numel()}
     finally:
         reload.finalize_layerwise_reload(model, config)
@@ -46,7 +46,9 @@ def reads_of(
     for name, parameter in parameters.items():
         missing = parameter.numel() - seen.filled[_storage(parameter)]
         if missing > 0 and not (is_tied and name.endswith("lm_head.weight")):
-            seen.problems.append(f"no tensor fills {missing:,} of the {parameter.numel():,} values of '{name}'")
+            seen.problems.append(
+                f"no tensor fills {missing:,} of the {parameter.numel():,} values of '{name}'"
+            )
     return seen.boxes, seen.problems
 
 
@@ -54,11 +56,15 @@ class _Reads(TorchDispatchMode):
     """Observer of the copies that loaders make; copies nothing itself."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.boxes: dict[str, Boxes] = {}
         self.filled: dict[int, int] = defaultdict(int)  # elements written, by storage of the parameter
         self.problems: list[str] = []
-        self._name, self._fake, self._found = "", torch.empty(0), set[tuple[tuple[int, ...], ...]]()
+        self._name, self._fake, self._found = (
+            "",
+            torch.empty(0, device="meta"),
+            set[tuple[tuple[int, ...], ...]](),
+        )
 
     def follow(self, model: Any, tensor: HeldShard) -> None:
         """Load one tensor without data, and note what is read of it."""
@@ -95,7 +101,7 @@ def _box(view: torch.Tensor, whole: torch.Tensor) -> tuple[tuple[int, ...], ...]
     if _storage(view) != _storage(whole):
         return everything
     steps = [(size, step) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1]
-    first = view.storage_offset()
+    first = int(view.storage_offset())
     ends = first, first + sum((size - 1) * step for size, step in steps)
     low, high = (np.array(np.unravel_index(end, whole.shape)) for end in ends)
     wide = [step for step, below, above in zip(whole.stride(), low, high, strict=True) if above > below]
@@ -106,4 +112,4 @@ def _box(view: torch.Tensor, whole: torch.Tensor) -> tuple[tuple[int, ...], ...]
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

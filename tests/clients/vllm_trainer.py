@@ -2,9 +2,9 @@
 
     mcr-plus run -n RANKS vllm_trainer.py MODEL INVITATION DEGREE LINES
 
-DEGREE: tensor parallel degree that is offered; 0 offers whole tensors alone. With two ranks, each of them has half
-of the rows of each tensor. Lines: `push SEED FOLDER` changes about 1 % of the values, and saves the checkpoint there;
-`end` closes the synchronisation.
+DEGREE: tensor parallel degree that is offered; 0 offers whole tensors alone. With two ranks, each of them has
+half of the rows of each tensor. Lines: `push SEED FOLDER` changes about 1 % of the values, and saves the
+checkpoint there; `end` closes the synchronisation.
 """
 
 from __future__ import annotations

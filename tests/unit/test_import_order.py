@@ -67,7 +67,7 @@ CAPABILITIES: dict[str, set[str]] = {
         "tuning",
     },
     "elasticity": {"local_sgd", "training"},
-    "engines": set(),
+    "engines": {"layout", "weight_sync"},
     "horovod": {"observe", "training"},
     "launch": set(),
     "layout": set(),

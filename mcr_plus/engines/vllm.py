@@ -194,7 +194,7 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
                     self._arrived = self._joined.pull(timeout=left) or self._arrived
             except BackendError as error:
                 problem = str(error)
-            answers = _everywhere((self._arrived, problem))
+            answers: list[tuple[int, str]] = _everywhere((self._arrived, problem))
             if problems := [text for _, text in answers if text]:
                 raise BackendError(problems[0])
             aim = max(version for version, _ in answers)

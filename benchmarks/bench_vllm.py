@@ -161,12 +161,12 @@ def serve(folder: Path, degree: int, density: float, versions: int) -> None:  # 
     flat = torch.empty(json.loads(_numel(folder)), dtype=torch.bfloat16)
     for _ in range(versions + 1):
         dist.barrier()
-        while not all(arrived > loaded for arrived, loaded in llm.collective_rpc("mcr_plus_versions")):
+        while not all(
+            arrived > loaded for arrived, loaded in llm.collective_rpc("mcr_plus", args=("versions",))
+        ):
             time.sleep(0.002)
         begin = time.monotonic()
-        llm.start_weight_update()
-        llm.update_weights({"update_info": {}})
-        llm.finish_weight_update()
+        llm.collective_rpc("mcr_plus", args=("update",))
         end = time.monotonic()
         _tell([end, end - begin])
         dist.barrier()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcr_plus.engines.loader_reads import reads_of
-from mcr_plus.errors import BackendError, InvalidArgument, Unsupported, short
+from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, meet_all, volumes
 from mcr_plus.weight_sync.endpoint_file import EndpointFile
@@ -78,44 +78,53 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         self._arrived = self._loaded = 0
 
     def init_transfer_engine(self, init_info: McrInitInfo) -> None:
-        """Join the synchronisation of the invitation, then leave the one before.
+        """Join the synchronisation of the invitation, then leave the one before; collective over the workers.
 
-        Raises:
-            InvalidArgument: the offered tensors do not fit the model, or none of the offers has the elements
-                that this worker loads; the text names all misfits.
-            CommTimeout, PeerLost: as `mcr.join_sync`.
+        Raises `BackendError` on the last worker, see `_raise`: there is no invitation, its sources do not
+        answer, the offered tensors do not fit the model, or no offer has what a worker loads. The text names
+        all misfits.
         """
-        found = invited(init_info.invitation, init_info.timeout)
-        held = self._offered(found)
-        parts = [each for each in held if each.boxes is not None]
-        layout = {each.name: Layout.boxes(each.shape, {0: _boxes(each)}) for each in parts}
-        shapes = {name: each.local_shape(0) for name, each in layout.items()}
-        state = {
-            each.name: torch.zeros(shapes.get(each.name) or each.shape, dtype=_dtype(each), device="cpu")
-            for each in held
-        }
-        joined = join_sync(init_info.invitation, state, layout, timeout=init_info.timeout)
+        found = joined = None
+        needs: dict[str, Boxes] = {}
+        problems: list[str] = []
+        try:
+            found = invited(init_info.invitation, init_info.timeout)
+            tensors = {each.name: each._replace(boxes=None) for offer in found.offers for each in offer.held}
+            needs, problems = reads_of(self.model, self.model_config, tensors.values())
+        except McrError as error:
+            problems = [str(error)]
+        everywhere = _everywhere((needs, problems))
+        problems = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
+        problems += _read_in_part(tensors, [boxes for boxes, _ in everywhere]) if found else []
+        if found is not None and not problems:
+            try:
+                held = self._offered(found, needs)
+                state, layout = _tensors(held)
+                joined = join_sync(init_info.invitation, state, layout, timeout=init_info.timeout)
+            except McrError as error:
+                problems = [str(error)]
+            problems = list(dict.fromkeys(text for texts in _everywhere(problems) for text in texts))
+        if problems or joined is None:
+            if joined is not None:
+                joined.close()
+            return self._raise(f"weights for vLLM by {init_info.invitation!r}: {'; '.join(problems)}")
         self.shutdown()
         self._sync, self._state, self._held = joined, state, {each.name: each for each in held}
         self._arrived = self._loaded = 0
+        return None
 
-    def _offered(self, found: EndpointFile) -> list[HeldShard]:
+    def _raise(self, text: str) -> None:
+        """Raise on the last worker alone; the others return.
+
+        vLLM reads the workers' answers in order, up to the first error, and takes those that it has not read
+        for answers to its next call (`findings/vllm_answers_after_an_error.sh`).
+        """
+        if self.parallel_config.rank == self.parallel_config.world_size - 1:
+            raise BackendError(text)
+
+    def _offered(self, found: EndpointFile, needs: dict[str, Boxes]) -> list[HeldShard]:
         """Return the shards of the smallest offer that covers what this worker loads."""
         offers = {each.name: each.held for each in found.offers}
-        tensors = {each.name: each._replace(boxes=None) for held in offers.values() for each in held}
-        needs, problems = reads_of(self.model, self.model_config, tensors.values())
-        everywhere = _everywhere((needs, problems))
-        problems = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
-        for name, tensor in tensors.items():  # loaders take what they need from the begin of a larger tensor
-            read = [np.concatenate(boxes[name], axis=1) for boxes, _ in everywhere if name in boxes]
-            if (
-                read
-                and volumes(*np.hsplit(np.unique(np.concatenate(read), axis=0), 2)).sum()
-                < tensor.bounds.volumes[0]
-            ):
-                problems.append(f"{tensor} is only read in part")
-        if problems:
-            raise InvalidArgument(f"sync {found.tag!r} does not fit the model of vLLM: {'; '.join(problems)}")
         lacking = {name: _lacking(needs, {each.name: each for each in held}) for name, held in offers.items()}
         best = min((held for name, held in offers.items() if not lacking[name]), key=_nbytes, default=None)
         rank, size = self.parallel_config.rank, self.parallel_config.tensor_parallel_size
@@ -123,8 +132,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         if best is None or (size > 1 and is_split and all(each.boxes is None for each in best)):
             lacks = [f"{name}: lacks {short(names)}" for name, names in lacking.items() if names]
             raise InvalidArgument(
-                f"sync {found.tag!r} offers nothing for worker {rank} of {size} in tensor parallel: "
-                f"{'; '.join(lacks)} (tensor_parallel_offers makes offers for the trainers' mcr.sync)"
+                f"nothing is offered for worker {rank} of {size} in tensor parallel: {'; '.join(lacks)} "
+                "(tensor_parallel_offers makes offers for the trainers' mcr.sync)"
             )
         return best
 
@@ -140,15 +149,25 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: McrUpdateInfo) -> None:
         """Load the newest version, as `update_weights` does."""
-        version = self._agreed(update_info.timeout)
-        if version == self._loaded:
-            return
-        reload = import_module("vllm.model_executor.model_loader.reload")
-        reload.initialize_layerwise_reload(self.model)
-        with self.device:
-            self.model.load_weights((name, self._whole(name)) for name in self._held)
-            reload.finalize_layerwise_reload(self.model, self.model_config)
-        self._loaded = version
+        if problem := self._updated(update_info.timeout):
+            raise BackendError(problem)
+
+    def update(self, timeout: float = 0.0) -> int:
+        """Load the newest version, see `McrUpdateInfo`; returns its number. Raises on the last worker alone."""
+        if problem := self._updated(timeout):
+            self._raise(problem)
+        return self._loaded
+
+    def _updated(self, timeout: float) -> str:
+        version, problem = self._agreed(timeout)
+        if not problem and version != self._loaded:
+            reload = import_module("vllm.model_executor.model_loader.reload")
+            with import_module("vllm.config").set_current_vllm_config(self.vllm_config), self.device:
+                reload.initialize_layerwise_reload(self.model)
+                self.model.load_weights((name, self._whole(name)) for name in self._held)
+                reload.finalize_layerwise_reload(self.model, self.model_config)
+            self._loaded = version
+        return problem
 
     def _whole(self, name: str) -> torch.Tensor:
         """Return a tensor of the shape in the checkpoint, of which this worker's part is filled."""
@@ -168,7 +187,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
     def versions(self) -> tuple[int, int] | None:
         """Return the newest version that has arrived, and the one that the model has; 0 for none.
 
-        Returns None once the trainers have ended or died, and their last version is loaded.
+        Returns None without trainers: before they are joined, or after they have ended or died, and their
+        last version is loaded.
         """
         try:
             self._arrived = self._joined.pull(wait=False) or self._arrived
@@ -184,8 +204,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             raise BackendError("weight transfer engine 'mcr': call init_weight_transfer_engine first")
         return self._sync
 
-    def _agreed(self, timeout: float) -> int:
-        """Pull until all workers of the model have the same version, and return it."""
+    def _agreed(self, timeout: float) -> tuple[int, str]:
+        """Pull until all workers of the model have the same version; return it, and the text of an error."""
         ends, aim, problem = time.monotonic() + timeout, self._loaded + (timeout > 0), ""
         while True:
             try:
@@ -195,11 +215,10 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             except BackendError as error:
                 problem = str(error)
             answers: list[tuple[int, str]] = _everywhere((self._arrived, problem))
-            if problems := [text for _, text in answers if text]:
-                raise BackendError(problems[0])
             aim = max(version for version, _ in answers)
-            if all(version == aim for version, _ in answers):
-                return aim
+            problem = next((text for _, text in answers if text), "")
+            if problem or all(version == aim for version, _ in answers):
+                return aim, problem
 
     def shutdown(self) -> None:
         """Leave the synchronisation."""
@@ -217,6 +236,30 @@ def _everywhere(mine: Any) -> list[Any]:
             dist.all_gather_object(found, answers, group=group.cpu_group)
             answers = [each for listed in found for each in listed]
     return answers
+
+
+def _tensors(held: list[HeldShard]) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
+    """Return new tensors for these shards, and the layouts of those that are parts."""
+    layouts = {
+        each.name: Layout.boxes(each.shape, {0: _boxes(each)}) for each in held if each.boxes is not None
+    }
+    shapes = {name: each.local_shape(0) for name, each in layouts.items()}
+    return {
+        each.name: torch.zeros(shapes.get(each.name) or each.shape, dtype=_dtype(each), device="cpu")
+        for each in held
+    }, layouts
+
+
+def _read_in_part(tensors: dict[str, HeldShard], everywhere: list[dict[str, Boxes]]) -> list[str]:
+    """Describe tensors that all workers together read only in part, as loaders do with larger ones."""
+    found = []
+    for name, tensor in tensors.items():
+        read = [np.concatenate(boxes[name], axis=1) for boxes in everywhere if name in boxes]
+        if read:
+            corners = np.hsplit(np.unique(np.concatenate(read), axis=0), 2)
+            if volumes(*corners).sum() < tensor.bounds.volumes[0]:
+                found.append(f"{tensor} is only read in part")
+    return found
 
 
 def _lacking(needs: dict[str, Boxes], held: dict[str, HeldShard]) -> list[str]:

@@ -31,12 +31,12 @@ def register() -> None:
     if NAME not in factory._registry:
         factory.register_engine(NAME, "mcr_plus.engines.vllm", "McrWeightTransferEngine")
         worker: Any = import_module("vllm.v1.worker.worker_base").WorkerBase
-        worker.mcr_plus_versions = _versions  # for `collective_rpc`, as vLLM's plugins add methods
+        worker.mcr_plus = _of_engine  # for `collective_rpc`, as vLLM's plugins add methods
 
 
-def _versions(worker: Any) -> Any:
-    """Return `McrWeightTransferEngine.versions` of this worker."""
-    return worker.weight_transfer_engine.versions()
+def _of_engine(worker: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of a worker's engine: "versions", or "update" with a timeout."""
+    return getattr(worker.weight_transfer_engine, method)(*arguments)
 
 
 class Following:
@@ -73,9 +73,9 @@ async def follow(client: Any, invitation: str, every: float = 0.2) -> None:
                 request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 0.0})
                 await client.init_weight_transfer_engine(request)
                 nap = every
-                while all(versions := await client.collective_rpc("mcr_plus_versions")):
+                while all(versions := await client.collective_rpc("mcr_plus", args=("versions",))):
                     if all(arrived > loaded for arrived, loaded in versions):
-                        await _update(client, base.WeightTransferUpdateRequest({}))
+                        await _update(client)
                     await asyncio.sleep(every)
         except Exception as error:
             nap = min(2 * nap, _LONGEST_NAP)  # vLLM reports each failure at length
@@ -83,13 +83,12 @@ async def follow(client: Any, invitation: str, every: float = 0.2) -> None:
         await asyncio.sleep(nap)
 
 
-async def _update(client: Any, request: Any) -> None:
+async def _update(client: Any) -> None:
     await client.pause_generation(mode="keep")
     try:
         await client.start_weight_update()
-        await client.update_weights(request)
-        (_, loaded), *_ = await client.collective_rpc("mcr_plus_versions")
-        await client.finish_weight_update(str(loaded))
+        version, *_ = await client.collective_rpc("mcr_plus", args=("update",))
+        await client.finish_weight_update(str(version))
         await client.reset_prefix_cache(reset_running_requests=True)
     finally:
         await client.resume_generation()

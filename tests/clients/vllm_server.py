@@ -30,10 +30,13 @@ def main(folder: str, degree: int) -> None:
         return [sorted((token, each.logprob.hex()) for token, each in step.items()) for step in steps]
 
     def update(timeout: float) -> Any:
+        return llm.collective_rpc("mcr_plus", args=("update", timeout))
+
+    def update_by_vllm() -> Any:
         llm.start_weight_update()
-        llm.update_weights({"update_info": {"timeout": timeout}})
+        llm.update_weights({"update_info": {"timeout": 30.0}})
         llm.finish_weight_update()
-        return llm.collective_rpc("mcr_plus_versions")
+        return llm.collective_rpc("mcr_plus", args=("versions",))
 
     def join(invitation: str, timeout: float = 20.0) -> None:
         llm.init_weight_transfer_engine({"init_info": {"invitation": invitation, "timeout": timeout}})
@@ -41,7 +44,13 @@ def main(folder: str, degree: int) -> None:
     def reload(path: str) -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
-    known: dict[str, Any] = {"logits": logits, "update": update, "join": join, "reload": reload}
+    known: dict[str, Any] = {
+        "logits": logits,
+        "update": update,
+        "update_by_vllm": update_by_vllm,
+        "join": join,
+        "reload": reload,
+    }
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)

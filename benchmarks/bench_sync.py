@@ -2,7 +2,8 @@
 
     python benchmarks/bench_sync.py --rate 100mbit --output benchmarks/results/sync_….md
     python benchmarks/bench_sync.py --only-soak --soak 10000    or --only-signatures, --only-joins 1000,
-                                                                --only-shards, --only-late, --only-memory
+                                                                --only-shards, --only-late, --only-relays 8,
+                                                                --only-memory
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
 reinforcement learning; every step is a version. One host trains, the others receive, over links of the rate.
@@ -31,6 +32,7 @@ from typing import Annotated, Any, Final
 import harness
 import numpy as np
 import sync_late
+import sync_relays
 import sync_shards
 import torch
 import torch.distributed as dist
@@ -383,6 +385,9 @@ def main(
     only_late: Annotated[
         bool, typer.Option(help="Nothing but receivers that are many versions behind.")
     ] = False,
+    only_relays: Annotated[
+        int, typer.Option(min=0, help="Nothing but so many receivers behind one link, which relay.")
+    ] = 0,
     only_memory: Annotated[bool, typer.Option(help="Nothing but the memory of a source.")] = False,
     hosts: Annotated[int, typer.Option(min=2, help="The first has the weights.")] = 2,
     rounds: Annotated[int, typer.Option(help="Of the kernels.")] = 7,
@@ -402,6 +407,10 @@ def main(
         return _report("Memory of weight synchronisation", "", [sync_late.memory_report()], output)
     need_two_hosts()
     rates = rate or ["100mbit", "1gbit"]
+    if only_relays:
+        note = f"{sync_relays.NUMEL:,} bfloat16 values; both hosts are one machine, and share its two cores."
+        found = [sync_relays.relays_report(each, only_relays, versions) for each in rates]
+        return _report("Receivers that relay weights", note, found, output)
     if only_late:
         note = f"{LATE:,} bfloat16 values; both hosts are one machine, and share its two cores."
         return _report("Receivers that are late", note, [_late(rates, rounds)], output)

@@ -153,7 +153,7 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             raise BackendError(problem)
 
     def update(self, timeout: float = 0.0) -> int:
-        """Load the newest version, see `McrUpdateInfo`; returns its number. Raises on the last worker alone."""
+        """Load the newest version, see `McrUpdateInfo`; return it. Raises on the last worker alone."""
         if problem := self._updated(timeout):
             self._raise(problem)
         return self._loaded

@@ -40,9 +40,10 @@ from mcr_plus.errors import BackendError
 if TYPE_CHECKING:
     import torch
 
-WAIT, POLL, PAYLOADS, END, AIM, JOIN = range(6)
+WAIT, POLL, PAYLOADS, END, AIM, JOIN, RELAYED, ENTER, REPORT = range(9)
 """Kinds of frames: a request that waits for a newer version, and one that does not; answers; the end of
-answers; the target of the next request; the offer that a receiver outside the job takes, with its number.
+answers; the target of the next request; the offer that a receiver outside the job takes, with its number; an
+answer that names a relay, and the request to it; the port of a relay; what a receiver has seen of one.
 """
 FAILED: Final = 1
 """First number of an `END` after a failure of this end; 0 after an orderly close."""
@@ -58,8 +59,8 @@ _GREETS_WITHIN: Final = 10.0  # s; strangers may connect too, and send nothing
 _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
 _GREETING: Final = struct.Struct("<4sI")
-VERSION: Final = 2
-"""Version of frames, payloads and digests; `kernels.delta` has the same, but its import loads a compiler."""
+VERSION: Final = 3
+"""Version of frames and digests; payloads have that of `kernels.delta`, whose import loads a compiler."""
 _SIGNATURE: Final = 32
 _HASH: Final = 32
 _PIECE: Final = 4 << 20
@@ -104,13 +105,16 @@ class _Signatures:
 class StreamConnection:
     """One end of a connection. `ends`: returns whether it must end, called several times a second.
 
+    `silent`: seconds without any byte after which the other end counts as lost.
+
     `is_sending`: whether a frame has been sent in part. `moved`: time of the last bytes sent or received, by
-    `time.monotonic`.
+    `time.monotonic`. `arrived`: payloads of the last body, which they share.
     """
 
-    def __init__(self, connection: socket.socket, ends: Callable[[], bool]) -> None:
-        self._socket, self._ends = connection, ends
+    def __init__(self, connection: socket.socket, ends: Callable[[], bool], silent: float = math.inf) -> None:
+        self._socket, self._ends, self._silent = connection, ends, silent
         self.is_sending, self.moved = False, time.monotonic()
+        self.arrived: list[Payload] = []
         self._own: _Signatures | None = None
         self._theirs: _Signatures | None = None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,6 +125,11 @@ class StreamConnection:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # probes are sent only while no data waits for an answer
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _ANSWERS_WITHIN_MS)
         connection.settimeout(_LOOK_S)
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """Addresses of this end and of the other one. Raises `OSError` if the connection is broken."""
+        return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     @property
     def is_authenticated(self) -> bool:
@@ -180,6 +189,7 @@ class StreamConnection:
             raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
         if announced is not None:
             announced(kind, first)
+        self.arrived = []
         if not nbytes:
             return kind, first, second, bytearray()
         body = bytearray(nbytes)
@@ -189,11 +199,12 @@ class StreamConnection:
         if begin + sum(sizes) != nbytes:
             raise AuthenticationFailed(f"payloads of {sum(sizes)} bytes came in a frame of {nbytes - begin}")
         for size in sizes:
-            begun = []
-            for piece in _pieces(memoryview(body)[begin : begin + size]):
+            begun, data = [], memoryview(body)[begin : begin + size]
+            for piece in _pieces(data):
                 self.fill(piece)
                 begun.append(_begun(piece))
             hashes.append(_joined(begun))
+            self.arrived.append(Payload(data, hashes[-1]))
             begin += size
         if _hash_of_body(bytes(body[: 8 * second]), hashes) != signed[_HEAD.size :]:
             raise AuthenticationFailed(
@@ -254,6 +265,8 @@ class StreamConnection:
     def _look(self) -> None:
         if self._ends():
             raise StreamClosed
+        if time.monotonic() - self.moved > self._silent:
+            raise EOFError(f"nothing has come for {self._silent:g} s")
 
 
 def named(rank: int) -> str:
@@ -332,11 +345,13 @@ def connect(
     tries: int,
     offer: int | None = None,
     within: float = _CONNECTS_WITHIN,
+    silent: float = math.inf,
 ) -> StreamConnection:
     """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `StreamClosed`.
 
     `rank`: rank of this receiver; outside the job its number, and `offer` is the offer that it takes.
-    `within`: seconds that a try may wait for a connection, if shorter than usual.
+    `within`: seconds that a try may wait for a connection, if shorter than usual. `silent`: see
+    `StreamConnection`.
 
     Raises `BackendError` if another process or another version answers.
     """
@@ -344,7 +359,7 @@ def connect(
         link = None
         try:
             link = StreamConnection(
-                socket.create_connection(place, timeout=min(within, _CONNECTS_WITHIN)), ends
+                socket.create_connection(place, timeout=min(within, _CONNECTS_WITHIN)), ends, silent
             )
             greet(link, secret, min(rank, JOINER))
             if offer is not None:
@@ -364,6 +379,12 @@ def connect(
 def longest(nbytes: int) -> int:
     """Return the most bytes of an answer that a receiver accepts for weights of this size."""
     return 2 * nbytes + (1 << 20)
+
+
+def hash_of(payloads: Sequence[Payload]) -> str:
+    """Return the hash that is signed for a body of these payloads, hexadecimal."""
+    sizes = struct.pack(f"<{len(payloads)}Q", *(len(each.data) for each in payloads))
+    return _hash_of_body(sizes, [each.hash for each in payloads]).hex()
 
 
 def _signed(secret: bytes, role: bytes, nonces: bytes, rank: int) -> bytes:

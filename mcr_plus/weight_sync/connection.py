@@ -15,6 +15,8 @@ from mcr_plus.errors import BackendError, PeerLost, SyncClosed
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.stream import AuthenticationFailed, StreamClosed, StreamConnection
+from mcr_plus.weight_sync import relays
+from mcr_plus.weight_sync.relays import Relay, RelayTicket
 from mcr_plus.weight_sync.weights import combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
@@ -57,6 +59,8 @@ class SourceConnection:
         self._digests = digest_of(held)
         self._most = links.longest(sum(each.nbytes for each in held))
         self._link: StreamConnection | None = None
+        self.relay: Relay | None = None  # unless the source is on this host
+        self._report: tuple[int, int] | None = None  # for the source: a relay, or itself, and its rate
         self._fruitless = self._failures = 0
         self._rate = 0.0  # bytes per second, from the last long message
         self._apply_s = 0.0  # seconds to apply one version's changes, from the last message with changes
@@ -92,14 +96,13 @@ class SourceConnection:
         def begun(answer: int, version: int) -> None:
             nonlocal began
             began = time.perf_counter()
-            if announced is not None and answer == links.PAYLOADS:
+            if announced is not None and answer in (links.PAYLOADS, links.RELAYED):
                 announced(version)
 
         while True:
             try:
                 link = self.connected()
-                if aim or self.cost:
-                    link.send(links.AIM, aim, self.cost)
+                self._prepare(link, aim)
                 link.send(kind, self.version, combined(self._digests) if self.is_whole else _UNKNOWN)
                 answer, version, count, body = self._received(link, begun)
             except (OSError, EOFError) as error:  # a broken connection may be the only problem
@@ -112,17 +115,58 @@ class SourceConnection:
                     raise BackendError(f"{self._what}: rank {self.source} sends no more: {why}")
                 raise SyncClosed(f"{self._what}: rank {self.source} has closed it")
             self._fruitless = 0
-            if len(body) >= _TIMED:
-                self._rate = len(body) / (time.perf_counter() - began)
+            arrived, via = link.arrived, relays.SOURCE
+            if answer == links.RELAYED:
+                ticket = RelayTicket.of(body)
+                try:
+                    body, arrived, began = relays.fetch(
+                        ticket, version, self._secret, self._rank, self._most, self._ends
+                    )
+                except (OSError, EOFError, BackendError) as error:
+                    self._bypass(ticket, error)
+                    continue
+                count, via = len(arrived), ticket.relay
+            self._note(len(body), time.perf_counter() - began, via)
+            if self.relay is not None and count:
+                self.relay.keep(version, arrived)
             return SourceAnswer(version, count, body)
+
+    def _prepare(self, link: StreamConnection, aim: int) -> None:
+        """Send what precedes a request."""
+        if self._report is not None:
+            link.send(links.REPORT, *self._report)
+            self._report = None
+        if aim or self.cost:
+            link.send(links.AIM, aim, self.cost)
+
+    def _note(self, nbytes: int, seconds: float, via: int) -> None:
+        """Note the rate of a long message, for the source, too."""
+        if nbytes >= _TIMED:
+            self._rate = nbytes / seconds
+            self._report = via, int(self._rate)
+
+    def _bypass(self, ticket: RelayTicket, error: Exception) -> None:
+        """Log that a relay failed; the source is told with the next request."""
+        is_damaged = isinstance(error, AuthenticationFailed)
+        self.refused += is_damaged
+        self._report = ticket.relay, relays.DAMAGED if is_damaged else relays.LOST
+        _log.warning(
+            "%s: %s bypasses its relay, %s at %s: %s",
+            self._what, links.named(self._rank), links.named(ticket.relay), ticket.host, error,
+        )  # fmt: skip
 
     def connected(self) -> StreamConnection:
         """Return the connection, opened if there is none; raises what `fetch` raises."""
         if self._link is None:
             try:
-                self._link = links.connect(
+                link = self._link = links.connect(
                     self._place, self._secret, self._rank, self._ends, _TRIES, self._offer
                 )
+                own, other = link.hosts
+                if own != other:
+                    if self.relay is None:
+                        self.relay = Relay(self._what, self._secret, self._ends, own, self._most // 2)
+                    link.send(links.ENTER, self.relay.port)
             except (OSError, EOFError) as error:
                 raise self._lost(error) from None
         return self._link

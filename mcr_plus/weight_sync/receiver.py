@@ -159,6 +159,7 @@ class WeightReceiver:
                 "anchors": sum(feed.anchors for feed in self._feeds),
                 "refused": sum(feed.refused for feed in self._feeds),
                 "received_bytes": sum(feed.received for feed in self._feeds),
+                "forwarded_bytes": sum(feed.relay.forwarded for feed in self._feeds if feed.relay),
             }
             return {**self._stats, **counted, "version": self._applied, "versions_behind": behind}
 

@@ -18,12 +18,14 @@ from mcr_plus.hosts.acceptor import Acceptor
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.stream import JOINER, Payload, StreamClosed, StreamConnection
+from mcr_plus.weight_sync.relays import DAMAGED, SMALLEST, RelayTicket, RelayTree
 from mcr_plus.weight_sync.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
 _LOOK_S: Final = 0.5
 SMALL: Final = 1 << 20
 """Size up to which weights may be pushed faster than a receiver asks several sources for one version."""
+_NOTHING: Final = (-1, 0)
 _RETURNS_WITHIN: Final = 5.0  # seconds within which a receiver reconnects
 
 
@@ -38,6 +40,22 @@ class _VersionStep(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(len(payload.data) for payload in self.payloads)
+
+
+class _Message(NamedTuple):
+    """Answer: payloads that lead from `base`, a version and its digest, or `_NOTHING`, to `target`."""
+
+    base: tuple[int, int]
+    target: int
+    payloads: list[Payload]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(8 + len(payload.data) for payload in self.payloads)
+
+    @property
+    def hash(self) -> str:
+        return links.hash_of(self.payloads)
 
 
 class WeightSource:
@@ -85,9 +103,14 @@ class WeightSource:
         self.is_last: Callable[[], bool] = lambda: False  # whether the program will push no more
         self._links: dict[int, StreamConnection] = {}
         self._lost: dict[int, float] = {}  # rank → time of the loss
+        self._relays = RelayTree()
+        self._messages: dict[
+            tuple[bool, tuple[int, ...]], _Message
+        ] = {}  # the last ones that relays may have
         self._joined: dict[int, int] = {}  # receiver outside the job → version from which it asked
         self._stats: dict[str, Any] = {
-            "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "push_seconds": 0.0,
+            "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "relayed": 0,
+            "push_seconds": 0.0,
         }  # fmt: skip
         self._serving: list[threading.Thread] = []
         self._threads = [
@@ -208,6 +231,8 @@ class WeightSource:
                     self._kept -= self._steps.popleft().nbytes
                 self._version, self._pending = version, None
                 self._anchors.clear()
+                kept = self._messages.items()
+                self._messages = {place: each for place, each in kept if self._relays.holds(each.hash)}
                 changed = sum(map(delta.changed, payloads))
                 self._stats["density"] = changed / max(1, self._weights.numel)
                 self._stats["bytes"] = step.nbytes
@@ -311,16 +336,20 @@ class WeightSource:
                 return False
             del self._links[rank]
             self._joined.pop(rank, None)
+            self._relays.leave(rank)
             self._changed.notify_all()
             return True
 
     def _answer(self, link: StreamConnection, rank: int, buffers: Sequence[int]) -> bool:
         """Answer one request; return False if it was the last."""
-        kind, version, digest, _ = link.receive(0)
         aim = cost = 0
-        if kind == links.AIM:
-            aim, cost = version, digest
-            kind, version, digest, _ = link.receive(0)
+        while (frame := link.receive(0))[0] in (links.AIM, links.ENTER, links.REPORT):
+            kind, first, second, _ = frame
+            if kind == links.AIM:
+                aim, cost = first, second
+            else:
+                self._note(rank, link, *frame[:3])
+        kind, version, digest, _ = frame
         if kind == links.END:
             return False
         least = aim or (version + 1 if kind == links.WAIT else 0)
@@ -332,17 +361,70 @@ class WeightSource:
             if link.receive(0)[0] == links.END:
                 return False
             raise BackendError("it asks again before it has an answer")
+        message, ticket = self._message(rank, version, digest, buffers, aim, cost)
         with self._changed:
+            self._stats["relayed"] += ticket is not None
+            if ticket is None:
+                self._stats["sent_bytes"] += message.nbytes
+        if ticket is not None:
+            link.send(links.RELAYED, message.target, 1, [ticket.payload()])
+        else:
+            link.send(links.PAYLOADS, message.target, len(message.payloads), message.payloads)
+        return True
+
+    def _note(self, rank: int, link: StreamConnection, kind: int, first: int, second: int) -> None:
+        """Note the port of a relay, or a receiver's report of one."""
+        with self._changed:
+            if kind == links.ENTER:
+                self._relays.enter(rank, link, first)
+            else:
+                self._relays.report(rank, first, second)
+        if kind == links.REPORT and second == DAMAGED:
+            _log.warning(
+                "%s: %s relays no more: what came from it to %s was damaged",
+                self._what, links.named(first), links.named(rank),
+            )  # fmt: skip
+
+    def _message(
+        self, rank: int, version: int, digest: int, buffers: Sequence[int], aim: int, cost: int
+    ) -> tuple[_Message, RelayTicket | None]:
+        """Return the answer to a request, and the relay from which the receiver shall fetch it, if any."""
+        base, place = (version, digest), tuple(buffers)
+        with self._changed:
+            self._relays.asks(rank)
             newest = aim or self._version
-            payloads: list[Payload] | None = []
-            if newest > version:
-                payloads = self._chain(version, digest, newest, buffers, cost, exactly=bool(aim))
+            if newest <= version:
+                return _Message(base, newest, []), None
+            if (found := self._relayed(rank, base, place, aim or version + 1, exactly=bool(aim))) is not None:
+                return found
+            payloads = self._chain(version, digest, newest, buffers, cost, exactly=bool(aim))
+            if payloads is None:
+                base = _NOTHING
+                if (found := self._relayed(rank, base, place, aim or version + 1)) is not None:
+                    return found
         if payloads is None:
             newest, payloads = self._anchored(buffers)
+        message = _Message(base, newest, payloads)
         with self._changed:
-            self._stats["sent_bytes"] += sum(8 + len(payload.data) for payload in payloads)
-        link.send(links.PAYLOADS, newest, len(payloads), payloads)
-        return True
+            if message.nbytes < SMALLEST:
+                return message, None
+            self._messages[base == _NOTHING, place] = message
+            return message, self._relays.ticket(rank, message.hash)
+
+    def _relayed(
+        self, rank: int, base: tuple[int, int], place: tuple[int, ...], least: int, *, exactly: bool = False
+    ) -> tuple[_Message, RelayTicket] | None:
+        """Return a message that a relay has or fetches, also if there is a newer version by now.
+
+        So receivers that start from one version go on together, and one message serves them all.
+        """
+        known = self._messages.get((base == _NOTHING, place))
+        if known is None or known.base != base or known.target < least:
+            return None
+        if exactly and known.target > least:
+            return None
+        ticket = self._relays.ticket(rank, known.hash)
+        return None if ticket is None else (known, ticket)
 
     def _waited(self, link: StreamConnection, least: int) -> bool:
         """Wait for a version; return False if the receiver, or its process, ends the connection first."""

@@ -105,9 +105,10 @@ class WeightSync:
         last message lists as changed), `bytes` (of the last message; with several sources, of the last
         message from each), `dense_bytes` (of the weights that this rank sends or receives), `seconds` (to
         encode, or to apply and compare, the last message), `anchors` (messages with all weights). On a
-        source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept for late
-        receivers), `receivers` (connected), `joined` (connected receivers outside the job), `lost` (ranks).
-        On receivers: `pause_seconds` (the last pull, without waiting), `received_bytes`, `refused` (damaged).
+        source: `push_seconds` (the last copy), `sent_bytes`, `relayed` (messages that it left to relays),
+        `history_bytes` (payloads kept for late receivers), `receivers` (connected), `joined` (connected
+        receivers outside the job), `lost` (ranks). On receivers: `pause_seconds` (the last pull, without
+        waiting), `received_bytes`, `forwarded_bytes` (to other receivers), `refused` (damaged).
         """
         return {**self._end.stats(), "dense_bytes": self._end.nbytes}
 

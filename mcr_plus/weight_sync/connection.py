@@ -38,7 +38,7 @@ class SourceConnection:
     """Connection to a source rank, and the buffers that it fills, with their version and digests.
 
     One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: rank
-    of this receiver; outside the job its number, with the `offer` that it takes. `ends`: whether to stop.
+    of this receiver; outside the job its number, with the `offer` that it takes. `ends`: whether to stop; `closes`: the same, for threads of a relay.
     """
 
     def __init__(
@@ -51,11 +51,12 @@ class SourceConnection:
         held: Sequence[torch.Tensor],
         ends: Callable[[], bool],
         offer: int | None = None,
+        closes: Callable[[], bool] | None = None,
     ) -> None:
         self.source, self.version, self.is_whole, self.has_ended = source, 0, True, False
         self.refused = self.received = self.anchors = 0
         self._what, self._place, self._secret, self._rank = what, place, secret, rank
-        self._held, self._ends, self._offer = held, ends, offer
+        self._held, self._ends, self._offer, self._closes = held, ends, offer, closes or ends
         self._digests = digest_of(held)
         self._most = links.longest(sum(each.nbytes for each in held))
         self._link: StreamConnection | None = None
@@ -165,7 +166,7 @@ class SourceConnection:
                 own, other = link.hosts
                 if own != other:
                     if self.relay is None:
-                        self.relay = Relay(self._what, self._secret, self._ends, own, self._most // 2)
+                        self.relay = Relay(self._what, self._secret, self._closes, own, self._most // 2)
                     link.send(links.ENTER, self.relay.port)
             except (OSError, EOFError) as error:
                 raise self._lost(error) from None

@@ -63,7 +63,9 @@ class WeightReceiver:
         for source, (place, buffers) in sources.items():
             held = [self._held[number] for number in buffers]
             own_ends = self._ends if self._feeds else self._ends_or_looks
-            self._feeds.append(SourceConnection(what, source, place, secret, rank, held, own_ends, offer))
+            self._feeds.append(
+                SourceConnection(what, source, place, secret, rank, held, own_ends, offer, self._ends)
+            )
         self._pending: dict[SourceConnection, Future[SourceAnswer]] = {}
         self._helpers: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._fetch_all, name=f"mcr_plus-{what}", daemon=True)

@@ -38,7 +38,8 @@ class SourceConnection:
     """Connection to a source rank, and the buffers that it fills, with their version and digests.
 
     One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: rank
-    of this receiver; outside the job its number, with the `offer` that it takes. `ends`: whether to stop; `closes`: the same, for threads of a relay.
+    of this receiver; outside the job its number, with the `offer` that it takes. `ends`: whether to stop;
+    `closes`: the same, for threads of the relay.
     """
 
     def __init__(

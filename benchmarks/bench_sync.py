@@ -385,9 +385,7 @@ def main(
     only_late: Annotated[
         bool, typer.Option(help="Nothing but receivers that are many versions behind.")
     ] = False,
-    only_relays: Annotated[
-        int, typer.Option(min=0, help="Nothing but so many receivers behind one link, which relay.")
-    ] = 0,
+    only_relays: Annotated[int, typer.Option(min=0, help="Nothing but so many that relay.")] = 0,
     only_memory: Annotated[bool, typer.Option(help="Nothing but the memory of a source.")] = False,
     hosts: Annotated[int, typer.Option(min=2, help="The first has the weights.")] = 2,
     rounds: Annotated[int, typer.Option(help="Of the kernels.")] = 7,

@@ -76,7 +76,12 @@ class RelayTree:
             known.pop(rank, None)
 
     def report(self, rank: int, relay: int, rate: int) -> None:
-        """Note the bytes per second of a receiver's last message, or how its relay failed."""
+        """Note the bytes per second of a receiver's last message, or how its relay failed.
+
+        A receiver can accuse only the relay that it was given.
+        """
+        if relay not in (SOURCE, *self._parents.get(rank, ())[:1]):
+            return
         self._rates[rank, relay] = rate
         self._failures[rank] = self._failures[rank] + 1 if rate <= DAMAGED else 0
         if rate == DAMAGED:

@@ -21,13 +21,16 @@ from torch_features import FSDP2_ON_CPU
 from mcr_plus.core.c10d import TORCH
 
 FOLDER: Final = Path(__file__).parent
-GOES_BY_GLOO: Final = ("with_accelerate",)  # it takes no other name
+GOES_BY_GLOO: Final = ("with_accelerate", "with_trl")  # they take no other name
 TOGETHER: Final = ("ddp", "fsdp", "pipelining", "tensor")  # started once
 NEEDS: Final = {
     "with_lightning": ("lightning",),
     "with_accelerate": ("accelerate", "transformers"),
     "with_transformers": ("accelerate", "transformers"),
     "with_deepspeed": ("deepspeed",),
+    "with_megatron": ("megatron",),
+    "with_torchtitan": ("torchtitan", "spmd_types", "datasets"),
+    "with_trl": ("trl", "accelerate", "transformers", "datasets"),
 }
 DDP: Final = {"all_gather", "broadcast", "all_reduce"}
 FSDP: Final = {"all_gather", "reduce_scatter"}
@@ -62,6 +65,9 @@ CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # with the kinds of operatio
         **dict.fromkeys(["zero0", "zero1", "zero2"], DDP - {"all_gather"}),
         "zero3": {"broadcast", *FSDP},
     },
+    "with_megatron": {"layers": {"all_reduce"}, "layers_adam": {"all_reduce"}},
+    "with_torchtitan": {"tensor_parallel": {*FSDP, "all_reduce"}, "fsdp": FSDP},
+    "with_trl": {"sft": DDP},
 }
 OF_FSDP2: Final = ("fsdp2", "fsdp2_mixed", "fsdp2_clipped", "checkpoint", "async_checkpoint")
 if not FSDP2_ON_CPU:

@@ -13,6 +13,28 @@ from typing import Any
 PROMPTS = ([1, 5, 9, 20, 33], [7], [250, 3, 3, 299] * 9)
 
 
+def recorded(worker: Any) -> list[str]:
+    """Return the kinds of operations that a worker's pipeline has seen since the last call."""
+    import mcr_plus as mcr
+
+    if not mcr.is_initialized():
+        return []
+    before = getattr(worker, "mcr_recording", None)
+    if before is not None:
+        before[0].__exit__(None, None, None)
+    recording = mcr.record()
+    worker.mcr_recording = recording, recording.__enter__()
+    return [] if before is None else sorted({record.kind for record in before[1].records})
+
+
+def without_shared_memory(_worker: Any) -> None:
+    """Let workers use torch.distributed, as vLLM does where they have no memory in common, or no AVX-512."""
+    import torch.distributed as dist
+    from vllm.distributed.parallel_state import get_tp_group
+
+    get_tp_group().device_communicator.dist_module = dist
+
+
 def main(folder: str, degree: int) -> None:
     """Answer until the end of the input."""
     from vllm import LLM, SamplingParams
@@ -44,13 +66,14 @@ def main(folder: str, degree: int) -> None:
     def reload(path: str) -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
+    def operations() -> Any:
+        llm.collective_rpc(without_shared_memory)
+        return llm.collective_rpc(recorded)
+
     known: dict[str, Any] = {
-        "logits": logits,
-        "update": update,
-        "update_by_vllm": update_by_vllm,
-        "join": join,
-        "reload": reload,
-    }
+        "logits": logits, "update": update, "update_by_vllm": update_by_vllm, "join": join, "reload": reload,
+        "operations": operations,
+    }  # fmt: skip
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
@@ -63,4 +86,5 @@ def main(folder: str, degree: int) -> None:
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of a function, for `operations`
     main(sys.argv[1], int(sys.argv[2]))

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.stream import Payload
@@ -187,9 +189,10 @@ def test_relays_are_chosen_by_host_rate_and_load() -> None:
     assert chosen(found, 7) == 4
     assert chosen(found, 8) in (5, 6, 7)  # three wait for 4 already
     assert chosen(found, 9) is None  # it has not told its port
+    assert chosen(found, 3) == 1
     found.report(3, 1, 100)
-    found.report(3, 2, 300)
-    assert chosen(found, 3) == 2
+    found.asks(2)
+    assert chosen(found, 3) == 1
     assert found.holds("body")
     for rank in range(1, 10):
         assert chosen(found, rank, "next") is None or rank > 1
@@ -208,18 +211,49 @@ def test_a_relay_never_waits_for_a_receiver_that_waits_for_it() -> None:
 
 def test_relays_that_failed_or_are_slow_are_left_out() -> None:
     found = tree(dict.fromkeys(range(1, 8), "a"))
-    assert chosen(found, 1) is None
+    assert [chosen(found, rank) for rank in (1, 2)] == [None, 1]
     found.report(2, SOURCE, 1000)
     found.report(2, 1, 499)
-    assert chosen(found, 2) is None
+    assert chosen(found, 2, "body") is None
+    found = tree(dict.fromkeys(range(1, 8), "a"))
+    assert [chosen(found, rank) for rank in (1, 2, 3)] == [None, 1, 1]
+    found.report(2, SOURCE, 1000)
     found.report(2, 1, 500)
     assert chosen(found, 2) == 1
     found.report(3, 1, LOST)
     assert chosen(found, 3) == 2
-    found.report(4, 2, DAMAGED)
-    assert chosen(found, 5) in (1, 3)
-    found.leave(1)
-    assert chosen(found, 6) in (3, 4, 5)
+    found.report(4, 1, DAMAGED)  # which was not its relay
+    assert chosen(found, 4) == 1
+    found.report(4, 1, DAMAGED)
+    assert chosen(found, 4) in (2, 3)
+    found.leave(2)
+    assert chosen(found, 5) in (3, 4)
     for _ in range(3):
-        found.report(7, 3, LOST)
-    assert chosen(found, 7) is None
+        found.report(5, chosen(found, 5) or 0, LOST)
+    assert chosen(found, 5) is None
+
+
+@given(st.data())
+def test_nobody_waits_in_a_circle(data: st.DataObject) -> None:
+    """In any order of asking, failing and leaving, waiting ends at a receiver that asked the source."""
+    found, waits = tree(dict.fromkeys(range(6), "a")), dict[int, int]()
+    for _ in range(data.draw(st.integers(1, 40))):
+        rank, event = data.draw(st.integers(0, 5)), data.draw(st.sampled_from(["asks", "fails", "leaves"]))
+        if event == "fails" and rank in waits:
+            found.report(rank, waits[rank], data.draw(st.sampled_from([LOST, DAMAGED])))
+        waits.pop(rank, None)
+        if event == "leaves":
+            found.leave(rank)
+            link: Any = SimpleNamespace(hosts=("source", "a"))
+            found.enter(rank, link, rank)
+            continue
+        found.asks(rank)
+        relay = chosen(found, rank)
+        if relay is not None:
+            waits[rank] = relay
+        for each in waits:
+            seen = [each]
+            while (after := waits.get(seen[-1])) is not None:
+                assert after not in seen
+                seen.append(after)
+        assert all(list(waits.values()).count(each) <= 3 for each in waits.values())

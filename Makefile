@@ -115,7 +115,7 @@ torch-suite: $(stamp)
 
 # Libraries that run on the backend of torch.distributed; make test skips what is not installed.
 clients: $(stamp)
-	@$(pip) install -qq -c constraints.txt lightning accelerate transformers deepspeed
+	@$(pip) install -qq -c constraints.txt lightning accelerate transformers deepspeed torchtitan megatron-core trl
 	@$(bin)/python -m pytest tests/clients
 	@$(MAKE) --no-print-directory vllm && $(vllm)/bin/python -m pytest tests/clients/test_vllm.py
 

@@ -27,6 +27,7 @@ except ImportError as error:
     raise ImportError(f"mcr_plus.engines.vllm needs vLLM: pip install vllm ({error})") from error
 
 _TESTED: Final = "0.32"
+_CATCHES_UP: Final = 30.0  # s for a worker to get a version that another one has
 _log = logging.getLogger("mcr_plus")
 if not _vllm.__version__.startswith(f"{_TESTED}."):
     raise Unsupported(
@@ -91,8 +92,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             found = invited(init_info.invitation, init_info.timeout)
             tensors = {each.name: each._replace(boxes=None) for offer in found.offers for each in offer.held}
             needs, problems = reads_of(self.model, self.model_config, tensors.values())
-        except McrError as error:
-            problems = [str(error)]
+        except Exception as error:  # of any kind: the other workers wait
+            problems = [str(error) or repr(error)]
         everywhere = _everywhere((needs, problems))
         problems = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
         problems += _read_in_part(tensors, [boxes for boxes, _ in everywhere]) if found else []
@@ -101,8 +102,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
                 held = self._offered(found, needs)
                 state, layout = _tensors(held)
                 joined = join_sync(init_info.invitation, state, layout, timeout=init_info.timeout)
-            except McrError as error:
-                problems = [str(error)]
+            except Exception as error:
+                problems = [str(error) or repr(error)]
             problems = list(dict.fromkeys(text for texts in _everywhere(problems) for text in texts))
         if problems or joined is None:
             if joined is not None:
@@ -174,9 +175,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         held, local = self._held[name], self._state[name]
         if held.boxes is None:
             return local
-        whole = torch.empty(
-            held.shape, dtype=local.dtype, device="cpu"
-        )  # the rest is not read, nor in memory
+        # The rest is not read, and does not come into memory.
+        whole = torch.empty(held.shape, dtype=local.dtype, device="cpu")
         at = 0
         for box in _boxes(held):
             part = whole[tuple(slice(*ends) for ends in box)]
@@ -210,15 +210,16 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         while True:
             try:
                 while self._arrived < aim:
-                    left = max(ends - time.monotonic(), self._joined.stats()["pause_seconds"])
+                    left = max(0.0, ends - time.monotonic())
                     self._arrived = self._joined.pull(timeout=left) or self._arrived
-            except BackendError as error:
+            except McrError as error:
                 problem = str(error)
             answers: list[tuple[int, str]] = _everywhere((self._arrived, problem))
             aim = max(version for version, _ in answers)
             problem = next((text for _, text in answers if text), "")
             if problem or all(version == aim for version, _ in answers):
                 return aim, problem
+            ends = max(ends, time.monotonic() + _CATCHES_UP)  # it is on its way to the others
 
     def shutdown(self) -> None:
         """Leave the synchronisation."""

@@ -61,6 +61,7 @@ class SourceConnection:
         self._digests = digest_of(held)
         self._most = links.longest(sum(each.nbytes for each in held))
         self._link: StreamConnection | None = None
+        self._entered: StreamConnection | None = None  # on which the source was told of the relay
         self.relay: Relay | None = None  # unless the source is on this host
         self._report: tuple[int, int] | None = None  # for the source: a relay, or itself, and its rate
         self._fruitless = self._failures = 0
@@ -134,7 +135,13 @@ class SourceConnection:
             return SourceAnswer(version, count, body)
 
     def _prepare(self, link: StreamConnection, aim: int) -> None:
-        """Send what precedes a request."""
+        """Send what precedes a request: on a new connection, the port of the relay."""
+        own, other = link.hosts
+        if own != other and link is not self._entered:
+            if self.relay is None:
+                self.relay = Relay(self._what, self._secret, self._closes, own, self._most // 2)
+            link.send(links.ENTER, self.relay.port)
+            self._entered = link
         if self._report is not None:
             link.send(links.REPORT, *self._report)
             self._report = None
@@ -161,14 +168,9 @@ class SourceConnection:
         """Return the connection, opened if there is none; raises what `fetch` raises."""
         if self._link is None:
             try:
-                link = self._link = links.connect(
+                self._link = links.connect(
                     self._place, self._secret, self._rank, self._ends, _TRIES, self._offer
                 )
-                own, other = link.hosts
-                if own != other:
-                    if self.relay is None:
-                        self.relay = Relay(self._what, self._secret, self._closes, own, self._most // 2)
-                    link.send(links.ENTER, self.relay.port)
             except (OSError, EOFError) as error:
                 raise self._lost(error) from None
         return self._link

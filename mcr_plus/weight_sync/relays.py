@@ -72,8 +72,9 @@ class RelayTree:
 
     def leave(self, rank: int) -> None:
         """Forget a receiver."""
-        for known in (self._places, self._held, self._parents):
+        for known in (self._places, self._held, self._parents, self._failures):
             known.pop(rank, None)
+        self._rates = {pair: rate for pair, rate in self._rates.items() if rank not in pair}
 
     def report(self, rank: int, relay: int, rate: int) -> None:
         """Note the bytes per second of a receiver's last message, or how its relay failed.
@@ -110,13 +111,16 @@ class RelayTree:
                 and self._is_fast(rank, each)
             ]
             best = min(fits, key=lambda each: self._cost(rank, each, place[0]), default=None)
-        held = self._held.setdefault(rank, deque(maxlen=2))
-        if body not in held:
-            held.append(body)
         if best is None:
             return None
         self._parents[rank] = best, body
         return RelayTicket(best, *self._places[best], body)
+
+    def gets(self, rank: int, body: str) -> None:
+        """Note that a receiver is sent a message, or pointed to a relay for it."""
+        held = self._held.setdefault(rank, deque(maxlen=2))
+        if body not in held:
+            held.append(body)
 
     def _is_fast(self, rank: int, relay: int) -> bool:
         direct = self._rates.get((rank, SOURCE), 0)

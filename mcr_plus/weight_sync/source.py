@@ -104,9 +104,7 @@ class WeightSource:
         self._links: dict[int, StreamConnection] = {}
         self._lost: dict[int, float] = {}  # rank → time of the loss
         self._relays = RelayTree()
-        self._messages: dict[
-            tuple[bool, tuple[int, ...]], _Message
-        ] = {}  # the last ones that relays may have
+        self._messages: dict[tuple[bool, tuple[int, ...]], _Message] = {}  # that relays may have
         self._joined: dict[int, int] = {}  # receiver outside the job → version from which it asked
         self._stats: dict[str, Any] = {
             "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "relayed": 0,
@@ -409,7 +407,9 @@ class WeightSource:
             if message.nbytes < SMALLEST:
                 return message, None
             self._messages[base == _NOTHING, place] = message
-            return message, self._relays.ticket(rank, message.hash)
+            ticket = self._relays.ticket(rank, message.hash)
+            self._relays.gets(rank, message.hash)
+            return message, ticket
 
     def _relayed(
         self, rank: int, base: tuple[int, int], place: tuple[int, ...], least: int, *, exactly: bool = False
@@ -423,8 +423,10 @@ class WeightSource:
             return None
         if exactly and known.target > least:
             return None
-        ticket = self._relays.ticket(rank, known.hash)
-        return None if ticket is None else (known, ticket)
+        if (ticket := self._relays.ticket(rank, known.hash)) is None:
+            return None
+        self._relays.gets(rank, known.hash)
+        return known, ticket
 
     def _waited(self, link: StreamConnection, least: int) -> bool:
         """Wait for a version; return False if the receiver, or its process, ends the connection first."""

@@ -176,6 +176,7 @@ def tree(hosts: dict[int, str]) -> RelayTree:
 
 def chosen(found: RelayTree, rank: int, body: str = "body") -> int | None:
     ticket = found.ticket(rank, body)
+    found.gets(rank, body)
     return None if ticket is None else ticket.relay
 
 

@@ -34,11 +34,12 @@ def reads_of(
         for layer in model.modules():
             reload.get_layerwise_info(layer).load_numel_total = 0  # else vLLM warns that it loads nothing
             for each in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
-                if hasattr(each, "weight_loader"):
-                    each.weight_loader = reload._get_original_loader(each)
+                tensor: Any = each
+                if hasattr(tensor, "weight_loader"):
+                    tensor.weight_loader = reload._get_original_loader(tensor)
         with seen, torch.no_grad():
-            for tensor in tensors:
-                seen.follow(model, tensor)
+            for shard in tensors:
+                seen.load(model, shard)
         parameters = {name: each for name, each in model.named_parameters() if each.numel()}
     finally:
         reload.finalize_layerwise_reload(model, config)
@@ -66,7 +67,7 @@ class _Reads(TorchDispatchMode):
             set[tuple[tuple[int, ...], ...]](),
         )
 
-    def follow(self, model: Any, tensor: HeldShard) -> None:
+    def load(self, model: Any, tensor: HeldShard) -> None:
         """Load one tensor without data, and note what is read of it."""
         self._name, self._found = tensor.name, set()
         self._fake = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")

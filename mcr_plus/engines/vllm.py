@@ -86,7 +86,10 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         all misfits.
         """
         found = joined = None
+        tensors: dict[str, HeldShard] = {}
         needs: dict[str, Boxes] = {}
+        held: list[HeldShard] = []
+        state: dict[str, torch.Tensor] = {}
         problems: list[str] = []
         try:
             found = invited(init_info.invitation, init_info.timeout)
@@ -96,7 +99,7 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             problems = [str(error) or repr(error)]
         everywhere = _everywhere((needs, problems))
         problems = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
-        problems += _read_in_part(tensors, [boxes for boxes, _ in everywhere]) if found else []
+        problems += _read_in_part(tensors, [boxes for boxes, _ in everywhere])
         if found is not None and not problems:
             try:
                 held = self._offered(found, needs)

@@ -99,6 +99,7 @@ def test_codecs_of_sums_alone_are_foretold() -> None:
         proved.plan.compress(0, proved.plan.codecs[0])
 
 
+@pytest.mark.long
 def test_a_search_counts_compressed_sums() -> None:
     """Data parallelism over a slow link is the best only with a codec."""
     profile = chain([layer(number, output=1 << 20, params=1 << 22) for number in range(2)])

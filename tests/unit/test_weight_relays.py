@@ -128,7 +128,7 @@ def gone(*_: Any) -> Any:
     raise EOFError
 
 
-@pytest.mark.parametrize("way", [silent, gone])
+@pytest.mark.parametrize("way", [pytest.param(silent, marks=pytest.mark.long), gone])
 def test_a_relay_that_is_silent_or_gone_is_bypassed(
     way: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -154,7 +154,7 @@ def trained() -> dict[str, float]:
     return found
 
 
-@pytest.mark.short("2]")
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_they_train_as_one_process(ranks: int) -> None:
     for result in run_ranks(trained, ranks):

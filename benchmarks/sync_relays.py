@@ -51,9 +51,12 @@ def push(folder: Path, receivers: int, numel: int, versions: int) -> None:
             sync.push()
             _until(lambda: len(list(folder.glob(f"{version}-*.json"))) == receivers)  # noqa: B023
             ends = [json.loads(path.read_text()) for path in folder.glob(f"{version}-*.json")]
+            link = _sent() - sent
+            (folder / f"{version}.all").touch()
+            _until(lambda: len(list(folder.glob(f"{version}-*.same"))) == receivers)  # noqa: B023
             stats = sync.stats()
             rows.append({
-                "link": _sent() - sent, "first": min(ends) - begin, "last": max(ends) - begin,
+                "link": link, "first": min(ends) - begin, "last": max(ends) - begin,
                 "relayed": stats["relayed"], "payload": stats["bytes"] if version > 1 else held.nbytes,
             })  # fmt: skip
         sync.close()
@@ -69,12 +72,13 @@ def receive(folder: Path, name: str, numel: int, *, alone: bool) -> None:
     with mcr.join_sync(folder / "policy.sync", {"w": mine}, timeout=WITHIN) as sync:
         try:
             while version := sync.pull(timeout=WITHIN):
-                end = time.monotonic()  # both hosts are this machine, whose clock they share
+                told = folder / f"{name}.tmp"
+                told.write_text(json.dumps(time.monotonic()))  # of the clock that both hosts share
+                told.rename(folder / f"{version}-{name}.json")
+                _until((folder / f"{version}.all").exists)  # else it would take the core from the others
                 if not torch.equal(mine.view(BITS), weights(numel, version).view(BITS)):
                     raise SystemExit(f"receiver {name}: version {version} differs")
-                told = folder / f"{name}.tmp"
-                told.write_text(json.dumps(end))
-                told.rename(folder / f"{version}-{name}.json")
+                (folder / f"{version}-{name}.same").touch()
         except mcr.SyncClosed:
             print(f"receiver {name} forwarded {sync.stats()['forwarded_bytes']:,} bytes", file=sys.stderr)
 

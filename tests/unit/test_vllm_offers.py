@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from mcr_plus import InvalidArgument
 from mcr_plus.engines.loader_reads import _box
 from mcr_plus.engines.tensor_parallel import tensor_parallel_offers
+from mcr_plus.errors import Unsupported
 
 WHOLE = torch.arange(6 * 5 * 4).view(6, 5, 4)
 
@@ -79,4 +82,11 @@ def test_parts_that_are_read_are_boxes_that_hold_them(data: st.DataObject) -> No
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm() -> None:
     with pytest.raises(ImportError, match="needs vLLM: pip install vllm"):
+        importlib.import_module("mcr_plus.engines.vllm")
+
+
+def test_another_version_of_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.1"))
+    monkeypatch.delitem(sys.modules, "mcr_plus.engines.vllm", raising=False)
+    with pytest.raises(Unsupported, match=r"vLLM 0\.33\.1: mcr_plus.engines.vllm needs 0\.32"):
         importlib.import_module("mcr_plus.engines.vllm")

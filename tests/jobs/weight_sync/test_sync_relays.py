@@ -63,7 +63,8 @@ def test_receivers_go_on_without_relays_that_are_gone(tmp_path: Path, way: signa
         os.kill(receivers[gone].pid, way)
         for version in (1, 2, 3):
             until(lambda: told(tmp_path, version) >= {0, 2, 3})  # noqa: B023
-            (tmp_path / f"{version}-{gone}.json").write_text("0")  # the source waits for all
+            for kind in ("json", "same"):  # the source waits for all
+                (tmp_path / f"{version}-{gone}.{kind}").write_text("0")
         assert source.wait(WITHIN) == 0
         for number in (0, 2, 3):
             assert receivers[number].wait(WITHIN) == 0

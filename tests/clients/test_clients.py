@@ -22,6 +22,7 @@ from mcr_plus.core.c10d import TORCH
 
 FOLDER: Final = Path(__file__).parent
 GOES_BY_GLOO: Final = ("with_accelerate", "with_trl")  # they take no other name
+EXACT: Final = ("with_megatron", "with_torchtitan")  # each sum has two addends
 TOGETHER: Final = ("ddp", "fsdp", "pipelining", "tensor")  # started once
 NEEDS: Final = {
     "with_lightning": ("lightning",),
@@ -185,7 +186,7 @@ def same_as_gloo(
     for losses, outcome in zip(expected, outcomes(program, client, backend, ranks, started), strict=True):
         assert losses
         assert all(map(math.isfinite, losses))
-        assert outcome["losses"] == pytest.approx(losses, rel=1e-6)
+        assert outcome["losses"] == (losses if program in EXACT else pytest.approx(losses, rel=1e-6))
         assert outcome["operations"].keys() >= (kinds if backend == "mcr" else set())
         assert outcome["operations"] or backend == "gloo"
 

@@ -52,8 +52,8 @@ def trained(data: int, tensor: int) -> list[float]:
             compile_config=config.compile, ac_config=config.activation_checkpoint, dump_folder=folder,
         )  # fmt: skip
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # torchtitan's own, 1, needs PREMUL_SUM, which gloo does not have
-            module.set_gradient_divide_factor(float(data))
+        if isinstance(module, FSDPModule):  # else torch asks for PREMUL_SUM, which gloo does not have
+            module.set_force_sum_reduction_for_comms(enable=True)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():

@@ -74,7 +74,8 @@ class _Reads(TorchDispatchMode):
         try:
             model.load_weights([(tensor.name, self._fake)])
         except Exception as error:  # loaders assert shapes, and raise ValueError or KeyError for names
-            self.problems.append(f"{tensor}: {type(error).__name__} {error}".rstrip())
+            reason = str(error).split(". ")[0] or "it has another shape in the model"
+            self.problems.append(f"{tensor}: {reason}")
         if self._found:
             rows = np.array(sorted(self._found), np.int64)
             self.boxes[tensor.name] = Boxes(rows[:, 0], rows[:, 1])

@@ -70,7 +70,7 @@ async def follow(client: Any, invitation: str, every: float = 0.2) -> None:
     while True:
         try:
             if os.path.exists(invitation):
-                request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 0.0})
+                request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 2.0})
                 await client.init_weight_transfer_engine(request)
                 nap = every
                 while all(versions := await client.collective_rpc("mcr_plus", args=("versions",))):

@@ -112,7 +112,10 @@ def invited(path: str, timeout: float) -> EndpointFile:
             break
         time.sleep(_LOOK_S)
     if found is None or problem is None:
-        raise CommTimeout(f"join_sync: there is no file {path!r} within {timeout:g} s")
+        raise CommTimeout(
+            f"join_sync: there is no file {os.path.abspath(path)!r} within {timeout:g} s: no trainer has "
+            "started, or it has ended"
+        )
     rank, error = problem
     age = max(0.0, time.time() - found.created)
     raise PeerLost(

@@ -105,6 +105,7 @@ class WeightSource:
         self._lost: dict[int, float] = {}  # rank → time of the loss
         self._relays = RelayTree()
         self._messages: dict[tuple[bool, tuple[int, ...]], _Message] = {}  # that relays may have
+        self.was_joined = False  # whether a receiver outside the job has ever come
         self._joined: dict[int, int] = {}  # receiver outside the job → version from which it asked
         self._stats: dict[str, Any] = {
             "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "relayed": 0,
@@ -269,7 +270,7 @@ class WeightSource:
                 self._links[rank] = link
                 self._lost.pop(rank, None)
                 if rank > JOINER:
-                    self._joined[rank] = 0
+                    self._joined[rank], self.was_joined = 0, True
             if superseded is not None:  # else its thread would hold an unfinished message
                 superseded.close()
             elif rank > JOINER:

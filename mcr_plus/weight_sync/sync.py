@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -26,6 +27,7 @@ from mcr_plus.weight_sync.shards import HeldShard, ShardAssignment, parts_of
 from mcr_plus.weight_sync.source import SMALL, WeightSource
 from mcr_plus.weight_sync.weights import Layouts, Source, Weights, first_difference
 
+_log = logging.getLogger("mcr_plus")
 _ATTACHED: Final = "weight_sync."
 _LAST_WITHIN: Final = 10.0  # seconds for receivers outside the job to get the last version
 
@@ -128,6 +130,8 @@ class WeightSync:
                 self._comm.barrier()
             if isinstance(self._end, WeightSource):
                 self._end.settle(_LAST_WITHIN)
+                if self._withdraw is not None and not self._end.was_joined:
+                    _log.warning("%r: closed before any server has joined by its invitation", self._tag)
         finally:
             self._end_here()
 

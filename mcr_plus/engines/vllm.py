@@ -112,8 +112,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             if joined is not None:
                 joined.close()
             return self._raise(
-                f"weights for vLLM by {init_info.invitation!r}: {'; '.join(problems)} (expected: names, shapes "
-                "and dtypes of the server's checkpoint, as model.state_dict() has them)"
+                f"weights for vLLM by {init_info.invitation!r}: {'; '.join(problems)} (expected: names, "
+                "shapes and dtypes of the server's checkpoint, as model.state_dict() has them)"
             )
         self.shutdown()
         self._sync, self._state, self._held = joined, state, {each.name: each for each in held}

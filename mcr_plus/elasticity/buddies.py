@@ -7,18 +7,19 @@ another host if all ranks have one at the same distance, else the next rank.
 A copy replaces the one before only once all ranks have said that they received theirs. So at any moment there
 is a step of which every living rank has its own shards, and of every dead rank the buddy has them.
 
-Memory: a rank keeps its own shards and those of another one twice while a copy travels, else once.
+Memory: a rank keeps its own shards and those of another one twice while a copy travels, else once. While it
+travels, the changes are in memory on both ranks, too; the first copy is as large as the shards.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
-from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.deadline import Deadline, until
 from mcr_plus.elasticity import state_stream
 from mcr_plus.elasticity.state_stream import accepted
@@ -28,25 +29,12 @@ from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.network import host_address
-from mcr_plus.rendezvous.stream import StreamClosed
 from mcr_plus.training.fsdp_state import Offer, RankShards, ShardPiece
 
 _LOSS_SHOWS: Final = 5.0  # s after the end of a connection in which the death that ended it shows
 _NAP: Final = 0.002
 _LOOPBACK: Final = "127.0.0.1"
-Values = dict[ShardPiece, torch.Tensor]
-
-
-class ShardsCopy(NamedTuple):
-    """Shards of one rank as of one step, in CPU memory."""
-
-    shards: RankShards
-    values: Values
-
-    @property
-    def offer(self) -> Offer:
-        """The copy for `rebuilt_state`."""
-        return self.shards, [self.values[piece] for piece in self.shards.pieces]
+_Values = dict[ShardPiece, torch.Tensor]
 
 
 class Buddies:
@@ -56,39 +44,25 @@ class Buddies:
         comm, hosts = runtime.communicator, runtime.world.hosts
         size = comm.size
         alone = [d for d in range(1, size) if all(hosts[r] != hosts[r - d] for r in range(size))]
-        self._distance = next(iter(alone), 1)
         self._runtime = runtime
-        self.own: dict[int, ShardsCopy] = {}  # by step
-        self.theirs: dict[int, ShardsCopy] = {}
+        self.own: dict[int, Offer] = {}  # by step; in CPU memory
+        self.theirs: dict[int, Offer] = {}
         self._problem = ""
         self._closed = False
-        self._waiting: SimpleQueue[ShardsCopy | None] = SimpleQueue()
-        self._begin(comm)
-
-    def _begin(self, comm: Communicator) -> None:
-        local = len(set(self._runtime.world.hosts)) == 1
-        listener = links.listen(_LOOPBACK if local else host_address())
-        places = comm.all_gather_object(listener.getsockname()[:2], tag="elastic")
-        secret = self._runtime.world.secret
-        ward = places[(comm.rank - self._distance) % comm.size]
-        self._listener = listener
+        self._waiting: SimpleQueue[Offer | None] = SimpleQueue()
+        self._listener = links.listen(_LOOPBACK if len(set(hosts)) == 1 else host_address())
+        places = comm.all_gather_object(self._listener.getsockname()[:2], tag="elastic")
+        self._ward: tuple[str, int] = places[(comm.rank - next(iter(alone), 1)) % size]
         self._threads = [
-            threading.Thread(target=self._run, args=(each, *given), name=f"mcr_plus-{name}", daemon=True)
-            for name, each, given in (
-                ("buddy-sends", self._send_all, (secret,)),
-                ("buddy-receives", self._receive_all, ((str(ward[0]), int(ward[1])), secret, comm.rank)),
-            )
+            threading.Thread(target=self._run, args=(each,), name=f"mcr_plus-buddy-{name}", daemon=True)
+            for name, each in (("sends", self._send_all), ("receives", self._receive_all))
         ]
         for thread in self._threads:
             thread.start()
 
     def copy(self, shards: RankShards, tensors: list[torch.Tensor]) -> None:
         """Copy this rank's shards, and begin to send the copy; called between two steps."""
-        values = {
-            piece: each.detach().to("cpu", copy=True).contiguous()
-            for piece, each in zip(shards.pieces, tensors, strict=True)
-        }
-        made = ShardsCopy(shards, values)
+        made = shards, [each.detach().to("cpu", copy=True).contiguous() for each in tensors]
         self.own[shards.step] = made
         self._waiting.put(made)
 
@@ -119,7 +93,7 @@ class Buddies:
 
     def offers(self) -> list[Offer]:
         """Return all copies here."""
-        return [each.offer for copies in (self.own, self.theirs) for each in copies.values()]
+        return [*self.own.values(), *self.theirs.values()]
 
     def close(self) -> None:
         """End the connections; the copies stay."""
@@ -131,40 +105,38 @@ class Buddies:
 
     # -- the threads ------------------------------------------------------------------------------
 
-    def _run(self, work: object, *given: object) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            work(*given)  # type: ignore[operator]
-        except (OSError, EOFError, BackendError, StreamClosed) as error:
-            self._problem = self._problem or str(error) or type(error).__name__
-        except Exception as error:  # for example MemoryError
+            work()
+        except Exception as error:  # for example a lost connection, or MemoryError
             self._problem = self._problem or f"{type(error).__name__}: {error}"
 
-    def _send_all(self, secret: bytes) -> None:
-        link = accepted(self._listener, secret, "buddy", lambda: self._closed)
-        base: Values = {}
+    def _send_all(self) -> None:
+        world = self._runtime.world
+        link = accepted(self._listener, world.secret, "buddy", lambda: self._closed)
+        base: _Values = {}
         try:
             while (made := self._waiting.get()) is not None:
-                version = made.shards.step + 1
-                wires = [encoded(made.values[piece], base.get(piece), version) for piece in made.values]
-                state = {"shards": made.shards, "wires": wires}
+                shards, values = made
+                current = dict(zip(shards.pieces, values, strict=True))
+                wires = [encoded(each, base.get(piece), shards.step + 1) for piece, each in current.items()]
+                state = {"shards": shards, "wires": wires}
                 state_stream.send(link, state_stream.referring(state_stream.COPY, state))
-                base = made.values
+                base = current
         finally:
             link.close()
 
-    def _receive_all(self, place: tuple[str, int], secret: bytes, rank: int) -> None:
-        link = links.connect(place, secret, rank, lambda: self._closed, tries=3)
-        base: Values = {}
+    def _receive_all(self) -> None:
+        world = self._runtime.world
+        link = links.connect(self._ward, world.secret, world.rank, lambda: self._closed, tries=3)
+        base: _Values = {}
         try:
             while not self._closed:
                 _, state = state_stream.receive(link)
                 shards: RankShards = state["shards"]
-                values = {
-                    piece: decoded(wire, piece, base.get(piece))
-                    for piece, wire in zip(shards.pieces, state["wires"], strict=True)
-                }
-                self.theirs[shards.step] = ShardsCopy(shards, values)
-                base = values
+                pairs = zip(shards.pieces, state["wires"], strict=True)
+                base = {piece: decoded(wire, piece, base.get(piece)) for piece, wire in pairs}
+                self.theirs[shards.step] = shards, list(base.values())
         finally:
             link.close()
 
@@ -174,9 +146,11 @@ def encoded(values: torch.Tensor, base: torch.Tensor | None, version: int) -> to
     new = _flat(values)
     wire = torch.empty(delta.most_nbytes(new.numel(), new.element_size()), dtype=torch.uint8, device="cpu")
     if base is None:
-        return wire[: delta.encode_anchor(new, wire, version)]
-    old = _flat(base)
-    return wire[: delta.encode(new, old, wire, (version - 1, version), digest(old))]
+        used = delta.encode_anchor(new, wire, version)
+    else:
+        old = _flat(base)
+        used = delta.encode(new, old, wire, (version - 1, version), digest(old))
+    return wire[:used].clone()  # without the rest, until all pieces are sent
 
 
 def decoded(wire: torch.Tensor, piece: ShardPiece, base: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.core.environment import launch_environment
 from mcr_plus.elasticity.newcomers import StateRequest
 from mcr_plus.errors import phrase_ranks
 from mcr_plus.job.notice import notice
@@ -54,12 +53,6 @@ def ends_on_notice(
             done,
         )
     return True
-
-
-def end_of_leaver() -> SystemExit:
-    """Return the end of a process that leaves on notice, with status 0."""
-    _log.info("elastic: rank %d leaves on notice (%s)", launch_environment().rank, notice.reason)
-    return SystemExit(0)
 
 
 def unless_told(poll: Callable[[JoinRequest], bool]) -> Callable[[JoinRequest], bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,6 @@ from mcr_plus.elasticity.api import seconds_of
 from mcr_plus.elasticity.leaving import (
     agreed_with_notices,
     changes_line,
-    end_of_leaver,
     ends_on_notice,
     unless_told,
 )
@@ -36,7 +35,7 @@ from mcr_plus.errors import (
     PeerLost,
     Revoked,
 )
-from mcr_plus.job.epoch_change import Regrouping, join_job, leave_epoch
+from mcr_plus.job.epoch_change import join_job, leave_epoch
 from mcr_plus.job.init import current
 from mcr_plus.job.notice import notice
 from mcr_plus.job.rebind import Inheritance, inheriting
@@ -44,7 +43,7 @@ from mcr_plus.job.runtime import Runtime
 from mcr_plus.local_sgd.local import LocalSteps
 from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Proposal
-from mcr_plus.training.parameters import unaveraged
+from mcr_plus.training.parameters import check_elastic, unaveraged
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks in the store for processes that want to join
 _TAG: Final = "elastic"
@@ -76,7 +75,6 @@ class ElasticStep:
     number: int
     lost: PeerLost | None = None
     failed: bool = False
-    _is_loss: Callable[[BaseException], bool] = lambda error: isinstance(error, PeerLost)
     _entered: bool = False
 
     def __enter__(self) -> ElasticStep:
@@ -91,7 +89,7 @@ class ElasticStep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is not None and self._is_loss(error):
+        if error is not None and is_loss(error):
             # Raise a new error: the frames in the old traceback would keep the old world alive.
             self.lost = error.again(str(error)) if isinstance(error, PeerLost) else PeerLost(str(error))
             return True
@@ -182,12 +180,11 @@ class _Loop:
         precopy: bool,
     ) -> None:
         runtime = current()
-        _check_arguments(model, optimizer, state, steps)
+        _check_arguments(model, optimizer, state)
         if not isinstance(precopy, bool):
             raise InvalidArgument(f"precopy: expected True or False, got {precopy!r}")
         self._model, self._optimizer, self._state = model, optimizer, state
         self._steps = steps
-        self._least = environment.min_ranks() if min_ranks is None else min_ranks
         self._timeout = runtime.world.timeout if timeout is None else seconds_of(timeout)
         self._passport = passport_of(runtime, model, optimizer)
         self._done = 0  # steps in the state of model and optimizer; -1 while they have no valid state
@@ -200,10 +197,7 @@ class _Loop:
         self._precopy = precopy
         several = environment.launch_environment().world_size > 1
         joins = several and environment.restarts() > 0 and runtime.roster is None
-        if not joins and self._least is not None and not 1 <= self._least <= runtime.world.size:
-            raise InvalidArgument(
-                f"min_ranks: expected a number of ranks from 1 to {runtime.world.size}, got {self._least}"
-            )
+        self._least = checked_bounds(steps, min_ranks, None if joins else runtime.world.size)
         self._begins_job = not joins
         if joins:
             self._join()
@@ -227,7 +221,7 @@ class _Loop:
         if self._begins_job and current().config.elastic.notice is not None and self._change(regroups=False):
             return
         while not self._ended():
-            step = ElasticStep(self._done, _is_loss=self._is_loss)
+            step = ElasticStep(self._done)
             self._applied = False
             try:
                 yield step
@@ -255,7 +249,7 @@ class _Loop:
                 if regroups:
                     drain(current().engine)
             except BackendError as error:
-                if not self._is_loss(error):
+                if not is_loss(error):
                     raise
                 regroups = True
         world = current().world
@@ -269,13 +263,6 @@ class _Loop:
     def _note_applied(self, *_: object) -> None:
         self._applied = True
 
-    @staticmethod
-    def _is_loss(error: BaseException) -> bool:
-        """Return whether ranks are lost, or have left the job by an exception of their program."""
-        return isinstance(error, PeerLost) or (
-            isinstance(error, BackendError) and not isinstance(error, Revoked) and current().has_leavers()
-        )
-
     def _ended(self) -> bool:
         """Return whether all ranks have completed the last step; from then on nobody is taken in."""
         while self._steps is not None and self._done >= self._steps:
@@ -283,7 +270,7 @@ class _Loop:
             try:
                 runtime.communicator.barrier(tag=_TAG)
             except BackendError as error:  # a rank that has not completed it needs this one
-                if not self._is_loss(error):
+                if not is_loss(error):
                     raise
                 self._regroup()
                 continue
@@ -367,7 +354,7 @@ class _Loop:
             if (roster := current().roster) is not None:
                 roster.precopies = self._newcomers.precopies()
             with inheriting(current()) as inheritance:
-                runtime, changes = self._left_epoch(self._proposal())
+                runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
                 lost.update(changes.lost)
                 if runtime.roster is not None:
                     self._newcomers.have_joined(runtime.roster)
@@ -382,15 +369,6 @@ class _Loop:
                 line = changes_line(lost, changes.joined, self._done, runtime.world.size, seconds)
                 _log.warning("%s", line)
             return
-
-    def _left_epoch(self, proposal: Proposal) -> tuple[Runtime, Regrouping]:
-        """Call `leave_epoch`; end this process if it is told to leave, and the others go on without it."""
-        try:
-            return leave_epoch(current(), proposal, self._timeout, "elastic")
-        except Revoked:
-            if not proposal.leaves:
-                raise
-            raise end_of_leaver() from None
 
     def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
         """Start in a new world: hook the model into it, and get the state of the foremost rank.
@@ -436,6 +414,24 @@ class _Loop:
                 target.load_state_dict(state)
 
 
+def is_loss(error: BaseException) -> bool:
+    """Return whether ranks are lost, or have left the job by an exception of their program."""
+    return isinstance(error, PeerLost) or (
+        isinstance(error, BackendError) and not isinstance(error, Revoked) and current().has_leavers()
+    )
+
+
+def checked_bounds(steps: int | None, min_ranks: int | None, size: int | None) -> int | None:
+    """Return `min_ranks`, or else the launcher's; raises `InvalidArgument`. `size`: most ranks, if known."""
+    if steps is not None and ((count := whole_number(steps)) is None or count < 0):
+        raise InvalidArgument(f"steps: expected a number of steps or None, got {steps!r}")
+    least = environment.min_ranks() if min_ranks is None else min_ranks
+    if least is not None and ((count := whole_number(least)) is None or not 1 <= count <= (size or count)):
+        upto = "on" if size is None else f"to {size}"
+        raise InvalidArgument(f"min_ranks: expected a number of ranks from 1 {upto}, got {least!r}")
+    return least
+
+
 def _be_ready(request: JoinRequest) -> bool:
     """Ask to be taken in at once; the state follows afterwards."""
     if not request.is_ready:
@@ -444,14 +440,13 @@ def _be_ready(request: JoinRequest) -> bool:
 
 
 def _check_arguments(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Sequence[Stateful], steps: int | None
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Sequence[Stateful]
 ) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if steps is not None and ((count := whole_number(steps)) is None or count < 0):
-        raise InvalidArgument(f"steps: expected a number of steps or None, got {steps!r}")
+    check_elastic(optimizer)
     for number, each in enumerate(state):
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise InvalidArgument(

@@ -12,19 +12,18 @@ from typing import Any
 import torch
 
 from mcr_plus.communicator.transfer import broadcast_state
-from mcr_plus.core import environment
-from mcr_plus.core.units import whole_number
 from mcr_plus.elasticity.api import seconds_of
 from mcr_plus.elasticity.buddies import Buddies
-from mcr_plus.elasticity.leaving import agreed_with_notices, changes_line, end_of_leaver, ends_on_notice
-from mcr_plus.elasticity.loop import ElasticStep
+from mcr_plus.elasticity.leaving import agreed_with_notices, changes_line, ends_on_notice
+from mcr_plus.elasticity.loop import ElasticStep, checked_bounds, is_loss
 from mcr_plus.elasticity.newcomers import StateRequest
-from mcr_plus.errors import BackendError, InvalidArgument, NotInitialized, PeerLost, Revoked
+from mcr_plus.errors import BackendError, InvalidArgument, NotInitialized, PeerLost
 from mcr_plus.job.init import current
 from mcr_plus.job.notice import notice
 from mcr_plus.membership.rules import Proposal
 from mcr_plus.torch_backend.shrinking import regrouped
 from mcr_plus.training.fsdp_state import Offer, fsdp_state, rebuilt_state, shards_of
+from mcr_plus.training.parameters import check_elastic
 
 _log = logging.getLogger("mcr_plus")
 Build = Callable[[], tuple[torch.nn.Module, torch.optim.Optimizer]]
@@ -104,11 +103,7 @@ class _ShardedLoop:
         world = current().world
         if not callable(build):
             raise InvalidArgument(f"build: expected a function, got {build!r}")
-        if steps is not None and ((count := whole_number(steps)) is None or count < 0):
-            raise InvalidArgument(f"steps: expected a number of steps or None, got {steps!r}")
-        self._least = environment.min_ranks() if min_ranks is None else min_ranks
-        if self._least is not None and not 1 <= self._least <= world.size:
-            raise InvalidArgument(f"min_ranks: expected 1 to {world.size} ranks, got {self._least!r}")
+        self._least = checked_bounds(steps, min_ranks, world.size)
         self._build, self._steps = build, steps
         self._timeout = world.timeout if timeout is None else seconds_of(timeout)
         self._done = 0
@@ -145,7 +140,7 @@ class _ShardedLoop:
 
     def _step(self) -> ShardedStep:
         self._applied = False
-        return ShardedStep(self._done, _is_loss=_is_loss, model=self._model, optimizer=self._optimizer)
+        return ShardedStep(self._done, model=self._model, optimizer=self._optimizer)
 
     def _note_applied(self, *_: object) -> None:
         self._applied = True
@@ -155,7 +150,7 @@ class _ShardedLoop:
         try:
             self._set_up(None)
         except BackendError as error:
-            if not _is_loss(error):
+            if not is_loss(error):
                 raise
             self._regroup()
 
@@ -165,7 +160,7 @@ class _ShardedLoop:
             try:
                 return self._meet()
             except BackendError as error:
-                if not _is_loss(error):
+                if not is_loss(error):
                     raise
                 lost = PeerLost(str(error))
         if lost is not None:
@@ -197,6 +192,8 @@ class _ShardedLoop:
     def _copy(self, buddies: Buddies) -> None:
         tensors: list[torch.Tensor] = []
         shards = shards_of(self._model, self._optimizer, self._done, tensors)
+        if shards.problem:
+            raise InvalidArgument(f"build: {shards.problem}")
         buddies.copy(shards, tensors)
         if self._waits:
             buddies.wait(self._done)
@@ -211,16 +208,11 @@ class _ShardedLoop:
                     Proposal(least=self._least, leaves=leaves), self._timeout, "elastic_sharded"
                 )
                 lost.update(changes.lost)
-                leaves = False
                 offers = self._offers() if offers is None else offers
                 self._set_up(self._state(offers))
             except PeerLost:
                 leaves = False
                 continue
-            except Revoked:
-                if not leaves:
-                    raise
-                raise end_of_leaver() from None
             if current().world.rank == 0:
                 seconds = time.monotonic() - began
                 _log.warning("%s", changes_line(lost, [], self._done, current().world.size, seconds))
@@ -251,12 +243,15 @@ class _ShardedLoop:
     def _set_up(self, state: dict[str, Any] | None) -> None:
         """Build the model over the current ranks, load `state` if there is one, and copy the shards."""
         model, optimizer = self._build()
+        check_elastic(optimizer)
         optimizer.register_step_post_hook(self._note_applied)
         if state is not None:
             load(model, optimizer, state)
             self._done = state["step"]
         self._model, self._optimizer = model, optimizer
         runtime = current()
+        if self._buddies is not None:  # if a rank was lost meanwhile: those of this function's last call
+            self._buddies.close()
         self._buddies = None
         if runtime.config.elastic.buddies is not None and runtime.world.size > 1:
             self._buddies = Buddies(runtime)
@@ -264,12 +259,6 @@ class _ShardedLoop:
             self._buddies.wait(self._done)
             runtime.communicator.barrier(tag="elastic")
         self._whole = None
-
-
-def _is_loss(error: BaseException) -> bool:
-    return isinstance(error, PeerLost) or (
-        isinstance(error, BackendError) and not isinstance(error, Revoked) and current().has_leavers()
-    )
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

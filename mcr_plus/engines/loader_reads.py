@@ -61,11 +61,8 @@ class _Reads(TorchDispatchMode):
         self.boxes: dict[str, Boxes] = {}
         self.filled: dict[int, int] = defaultdict(int)  # elements written, by storage of the parameter
         self.problems: list[str] = []
-        self._name, self._fake, self._found = (
-            "",
-            torch.empty(0, device="meta"),
-            set[tuple[tuple[int, ...], ...]](),
-        )
+        self._name, self._fake = "", torch.empty(0, device="meta")
+        self._found: set[tuple[tuple[int, ...], ...]] = set()
 
     def load(self, model: Any, tensor: HeldShard) -> None:
         """Load one tensor without data, and note what is read of it."""

@@ -80,7 +80,7 @@ class RayGroup(_base()):  # type: ignore[misc]
         are in a job, or they are in different ones.
         """
         super().__init__(world_size, rank, group_name)
-        self._comm = _opened(_met(group_name, rank, world_size), rank, world_size, group_name)
+        self._comm = _opened(*_met(group_name, rank, world_size), rank, world_size, group_name)
 
     @classmethod
     def backend(cls) -> str:
@@ -131,8 +131,11 @@ class RayGroup(_base()):  # type: ignore[misc]
         self._comm.recv(_only(tensor, "recv"), self._comm.ranks[recv_options.src_rank])
 
 
-def _met(name: str, rank: int, size: int) -> Store:
-    """Return a new store of the group, on rank 0's node; its place is in Ray's key-value store meanwhile."""
+def _met(name: str, rank: int, size: int) -> tuple[Store, str]:
+    """Return a new store of the group, on rank 0's node, and a random name that its ranks have in common.
+
+    The place of the store is in Ray's key-value store meanwhile.
+    """
     kv = import_module("ray.experimental.internal_kv")
     digest = hashlib.sha256(name.encode()).hexdigest()
     key = f"mcr_plus/{_ray.get_runtime_context().get_job_id()}/{digest}"
@@ -167,24 +170,26 @@ def _met(name: str, rank: int, size: int) -> Store:
     finally:
         if rank == 0:
             kv._internal_kv_del(key)
-    return store
+    return store, prefix
 
 
-def _opened(store: Store, rank: int, size: int, name: str) -> Communicator:
+def _opened(store: Store, drawn: str, rank: int, size: int, name: str) -> Communicator:
     """Open a group of this process's job, or start the job."""
     running = job.runtime if job.runtime is not None and not job.runtime.closed else None
     own = None
     if running is not None:
         if torch_job.runtime is not running:  # `mcr.init` has joined it
             torch_job.enter(running, tuple(range(running.world.size)), joined=False)
-        own = [running.attached.setdefault("ray job", name), running.world.rank]
+        secret = hashlib.sha256(running.world.secret).hexdigest()  # without one it is a job of one rank
+        known = secret if running.world.size > 1 else secrets.token_hex(8)
+        own = [running.attached.setdefault("ray job", known), running.world.rank]
     answers = [
         json.loads(text) for text in exchange(store, rank, size, "job", json.dumps(own), _MEETS_WITHIN)
     ]
     if not any(answers):
         comm = begin(PrefixStore("job", store), rank, size, timedelta(seconds=300), None)
         assert job.runtime is not None
-        job.runtime.attached["ray job"] = name
+        job.runtime.attached["ray job"] = drawn
         return comm
     outside = [each for each, answer in enumerate(answers) if answer is None or answer[0] != answers[0][0]]
     if outside or running is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.layout import Layout
 
@@ -45,7 +46,11 @@ def tensor_parallel_offers(
         raise InvalidArgument(f"tensor_parallel_offers: degree={degree!r}; expected an integer from 2 on")
     if key_value_heads is None:
         key_value_heads = getattr(getattr(source, "config", None), "num_key_value_heads", None)
-    shapes = dict(_shapes(source))
+    elif whole_number(key_value_heads) is None:
+        what = f"key_value_heads={key_value_heads!r}; expected their number"
+        raise InvalidArgument(f"tensor_parallel_offers: {what}")
+    named = source.named_parameters() if isinstance(source, torch.nn.Module) else source.items()
+    shapes = {name: tuple(tensor.shape) for name, tensor in named if tensor.ndim}
     whole = _HEADS if (key_value_heads or degree) % degree else ()
     layouts = {}
     for name, shape in shapes.items():
@@ -55,7 +60,7 @@ def tensor_parallel_offers(
             share = -(-shape[0] // _PADDED_TO) * _PADDED_TO // degree
         elif layer in COLUMNS and layer not in whole:
             share = shape[0] // degree
-        elif layer in ROWS and kind == "weight":
+        elif layer in ROWS and kind == "weight" and len(shape) > 1:
             dim, share = 1, shape[1] // degree
         if 0 < shape[dim] <= share * degree:
             layouts[name] = _divided(shape, dim, share, degree)
@@ -65,12 +70,6 @@ def tensor_parallel_offers(
             f"tensor_parallel_offers: no tensor is of {known}, and divides; got {short(list(shapes))}"
         )
     return {f"tensor parallel {degree}": layouts}
-
-
-def _shapes(source: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    named = source.named_parameters() if isinstance(source, torch.nn.Module) else source.items()
-    for name, tensor in named:
-        yield name, tuple(tensor.shape)
 
 
 def _divided(shape: tuple[int, ...], dim: int, share: int, degree: int) -> Layout:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcr_plus.engines.loader_reads import reads_of
+from mcr_plus.engines.vllm_plugin import TESTED
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, Unsupported, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, meet_all, volumes
@@ -26,12 +27,11 @@ try:
 except ImportError as error:
     raise ImportError(f"mcr_plus.engines.vllm needs vLLM: pip install vllm ({error})") from error
 
-_TESTED: Final = "0.32"
 _CATCHES_UP: Final = 30.0  # s for a worker to get a version that another one has
 _log = logging.getLogger("mcr_plus")
-if not _vllm.__version__.startswith(f"{_TESTED}."):
+if not _vllm.__version__.startswith(f"{TESTED}."):
     raise Unsupported(
-        f"vLLM {_vllm.__version__}: mcr_plus.engines.vllm needs {_TESTED}; other versions have other "
+        f"vLLM {_vllm.__version__}: mcr_plus.engines.vllm needs {TESTED}; other versions have other "
         "weight transfer engines"
     )
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
@@ -97,9 +97,11 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
             needs, problems = reads_of(self.model, self.model_config, tensors.values())
         except Exception as error:  # of any kind: the other workers wait
             problems = [str(error) or repr(error)]
-        everywhere = _everywhere((needs, problems))
-        problems = list(dict.fromkeys(text for _, texts in everywhere for text in texts))
-        problems += _read_in_part(tensors, [boxes for boxes, _ in everywhere])
+        everywhere = _everywhere((needs, problems, found and found.key))
+        problems = list(dict.fromkeys(text for _, texts, _ in everywhere for text in texts))
+        if len({key for *_, key in everywhere}) > 1:
+            problems = problems or ["other trainers have begun meanwhile"]
+        problems += _read_in_part(tensors, [boxes for boxes, *_ in everywhere])
         if found is not None and not problems:
             try:
                 held = self._offered(found, needs)
@@ -197,12 +199,19 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         last version is loaded.
         """
         try:
-            self._arrived = self._joined.pull(wait=False) or self._arrived
+            self._look()
         except BackendError as error:
-            if self._arrived == self._loaded:
-                _log.warning("vLLM keeps version %d of its weights: %s", self._loaded, error)
-                return None
+            _log.warning("vLLM keeps version %d of its weights: %s", self._loaded, error)
+            return None
         return self._arrived, self._loaded
+
+    def _look(self) -> None:
+        """Note the newest version that has arrived; raises like `pull` if there will be no newer one."""
+        try:
+            self._arrived = self._joined.pull(wait=False) or self._arrived
+        except BackendError:
+            if self._arrived == self._loaded:
+                raise
 
     @property
     def _joined(self) -> WeightSync:
@@ -215,6 +224,8 @@ class McrWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[misc]
         ends, aim, problem = time.monotonic() + timeout, self._loaded + (timeout > 0), ""
         while True:
             try:
+                if not timeout:
+                    self._look()
                 while self._arrived < aim:
                     left = max(0.0, ends - time.monotonic())
                     self._arrived = self._joined.pull(timeout=left) or self._arrived

@@ -16,7 +16,10 @@ import os
 from importlib import import_module
 from typing import Any, Final
 
+from mcr_plus.errors import ConfigError, short
+
 NAME: Final = "mcr"
+TESTED: Final = "0.32"
 _LONGEST_NAP: Final = 30.0  # s
 _log = logging.getLogger("mcr_plus")
 
@@ -25,13 +28,20 @@ def register() -> None:
     """Register the engine with vLLM in this process, as plugin of `vllm.general_plugins`; may be repeated.
 
     The engine's module is imported when a worker has loaded its model: vLLM 0.32 without triton cannot start
-    a worker on the CPU in which numba is imported (`findings/vllm_cpu_numba.sh`).
+    a worker on the CPU in which numba is imported (`findings/vllm_cpu_worker_after_numba.sh`). A vLLM without
+    such engines is only warned of, as it would not start after an error.
     """
-    factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-    if NAME not in factory._registry:
-        factory.register_engine(NAME, "mcr_plus.engines.vllm", "McrWeightTransferEngine")
-        worker: Any = import_module("vllm.v1.worker.worker_base").WorkerBase
-        worker.mcr_plus = _of_engine  # for `collective_rpc`, as vLLM's plugins add methods
+    try:
+        factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+        if NAME not in factory._registry:
+            factory.register_engine(NAME, "mcr_plus.engines.vllm", "McrWeightTransferEngine")
+            worker: Any = import_module("vllm.v1.worker.worker_base").WorkerBase
+            worker.mcr_plus = _of_engine  # for `collective_rpc`, as vLLM's plugins add methods
+    except (ImportError, AttributeError, TypeError) as error:
+        found = getattr(import_module("vllm"), "__version__", "of unknown version")
+        _log.warning(
+            "vLLM %s gets no weight transfer engine '%s', which needs %s: %s", found, NAME, TESTED, error
+        )
 
 
 def _of_engine(worker: Any, method: str, *arguments: Any) -> Any:
@@ -51,6 +61,14 @@ class Following:
         """Begin to follow the invitation of `--additional-config`, if there is one."""
         settings = (args.additional_config or {}).get("mcr_plus")
         if engine_client is not None and settings is not None:
+            match settings:
+                case {"invitation": str(), **more} if more.keys() <= {"every"}:
+                    is_right = isinstance(every := more.get("every", 1), (int, float)) and every > 0
+                case _:
+                    is_right = False
+            if not is_right:
+                what = "expected invitation: FILE, and every: SECONDS if wanted"
+                raise ConfigError(f"additional_config: mcr_plus: {what}, got {short(settings)}")
             state.mcr_plus = asyncio.create_task(follow(engine_client, **settings))
 
 
@@ -70,12 +88,12 @@ async def follow(client: Any, invitation: str, every: float = 0.2) -> None:
     while True:
         try:
             if os.path.exists(invitation):
-                request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 2.0})
+                request = base.WeightTransferInitRequest({"invitation": invitation, "timeout": 0.0})
                 await client.init_weight_transfer_engine(request)
-                nap = every
                 while all(versions := await client.collective_rpc("mcr_plus", args=("versions",))):
                     if all(arrived > loaded for arrived, loaded in versions):
                         await _update(client)
+                    nap = every
                     await asyncio.sleep(every)
         except Exception as error:
             nap = min(2 * nap, _LONGEST_NAP)  # vLLM reports each failure at length
@@ -86,8 +104,8 @@ async def follow(client: Any, invitation: str, every: float = 0.2) -> None:
 async def _update(client: Any) -> None:
     await client.pause_generation(mode="keep")
     try:
-        await client.start_weight_update()
         version, *_ = await client.collective_rpc("mcr_plus", args=("update",))
+        await client.start_weight_update()  # not before: after an error vLLM would take it for unfinished
         await client.finish_weight_update(str(version))
         await client.reset_prefix_cache(reset_running_requests=True)
     finally:

@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 WITHIN: Final = 10.0
@@ -50,6 +51,7 @@ class Acceptor:
         self._what, self._most, self._within = what, most + members, within
         self._lock = threading.RLock()
         self._pending: dict[socket.socket, float] = {}  # authentication deadlines, oldest first
+        self.serving: list[threading.Thread] = []
         self._log_next, self._left_out = 0.0, 0
 
     def accept(self) -> socket.socket | None:
@@ -73,6 +75,23 @@ class Acceptor:
                 self._make_room()
             self._pending[connection] = time.monotonic() + self._within
         return connection
+
+    def serve(self, serve: Callable[[socket.socket], object], ends: Callable[[], bool]) -> None:
+        """Serve each connection on a thread, one of `serving`; close the listener in the end."""
+        with self.listener:
+            while not ends() and self.listener.fileno() >= 0:
+                if (connection := self.accept()) is None:
+                    continue
+                name = f"mcr_plus-{self._what}"
+                thread = threading.Thread(target=serve, args=(connection,), name=name, daemon=True)
+                self.serving = [each for each in self.serving if each.is_alive()]
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more threads can be started; the peer tries again
+                    self.refuse(connection, f"it could not be served: {error}")
+                    time.sleep(self.listener.gettimeout() or _PAUSE)
+                    continue
+                self.serving.append(thread)
 
     def admit(self, connection: socket.socket) -> bool:
         """Note that the peer has authenticated; return False if the connection was dropped before."""

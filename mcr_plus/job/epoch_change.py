@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import re
 import secrets
 import time
@@ -36,10 +37,11 @@ from mcr_plus.errors import (
 )
 from mcr_plus.job import init
 from mcr_plus.job.members import EpochWatch
+from mcr_plus.job.notice import notice
 from mcr_plus.job.process import job
 from mcr_plus.membership.epoch_log import EpochLog, join
 from mcr_plus.membership.request import JoinRequest
-from mcr_plus.membership.rules import Decision, Process, Proposal
+from mcr_plus.membership.rules import ON_NOTICE, Decision, Process, Proposal
 from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.processes import Sight
 from mcr_plus.rendezvous.store import exchange, join_store
@@ -48,6 +50,7 @@ from mcr_plus.rendezvous.store_connections import StoreRelease, met_in, own_serv
 if TYPE_CHECKING:
     from mcr_plus.job.runtime import Runtime
 
+_log = logging.getLogger("mcr_plus")
 _REMOVED_WITHIN: Final = 5.0  # s that the end of the process waits for `remove_world`
 REMOVES: Final = "mcr_plus keys of the world before"
 """Name of the thread of `remove_world`."""
@@ -119,6 +122,7 @@ def leave_epoch(
         InvalidArgument: `proposal` declares living ranks dead, or a rank has passed a wrong argument.
         BackendError: too few ranks are left.
         Revoked: the others have declared this rank lost.
+        SystemExit: the others have continued without this rank, which leaves on notice.
         LaunchError: the job's store does not answer.
     """
     began = time.monotonic()
@@ -175,9 +179,12 @@ def _go_on(
                     f"the other ranks have continued without this one (epoch {changes.epoch}), "
                     f"which was {why}"
                 )
+                if why == ON_NOTICE:
+                    number = launch_environment().rank
+                    _log.info("%s: rank %d leaves on notice (%s)", what, number, notice.reason)
                 close_world(runtime, text, decision)
                 runtime.leave_keepers()
-                raise Revoked(f"{what}: {text}")
+                raise SystemExit(0) if why == ON_NOTICE else Revoked(f"{what}: {text}")
             ranks = f"{len(members)} rank{'' if len(members) == 1 else 's'}"
             close_world(runtime, f"epoch {changes.epoch} has begun, with {ranks}", decision)
             left.append(roster)

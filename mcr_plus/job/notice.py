@@ -81,8 +81,9 @@ class LeaveNotice:
 
     def close(self) -> None:
         """Take no more notices: SIGTERM has the effect again that it had before."""
-        # A program's own later handler stays.
-        if self._handles and signal.getsignal(signal.SIGTERM) == self._note:
+        # A program's own later handler stays; Python lets the main thread alone change handlers.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._handles and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
         self._file, self._before, self._handles, self.reason = None, None, False, ""
 

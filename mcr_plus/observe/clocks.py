@@ -114,8 +114,3 @@ def _difference(there: Mapping[Key, Span], here: Mapping[Key, Span]) -> ClockDif
     least = max(there[key].issued - here[key].done for key in common)
     most = min(there[key].done - here[key].issued for key in common)
     return ClockDifference(least, most, f"{len(common)} operations")
-
-
-def unplaced(clocks: Mapping[str, Clock]) -> Sequence[str]:
-    """Return the hosts whose clock errors have no bound."""
-    return [host for host, clock in clocks.items() if clock.error_us is None]

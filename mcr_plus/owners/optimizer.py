@@ -28,6 +28,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
     loading a checkpoint does, owners receive them again.
     """
 
+    has_states_of_rank = True  # see `training.parameters.check_elastic`
+
     def __init__(
         self,
         matrices: Sequence[OwnedMatrix],

@@ -1,13 +1,15 @@
 """Authenticated connections for weights: frames of a fixed head and a body, from a source to a receiver.
 
-Each receiver opens one TCP connection to each source. Both ends announce their version of payloads and
-digests, and refuse another version. Both prove that they have the key of the synchronisation by signing
+Each receiver opens one TCP connection to each source. Both ends announce their version of frames and digests,
+and refuse another one. Both prove that they have the key of the synchronisation by signing
 numbers that the other end has drawn. A receiver outside the job also names the offer that it takes. Then the
 receiver requests versions newer than the one that it holds; the source answers when it has one. An `AIM`
 frame before a request has two numbers. The first is the version requested, as soon as the source has it, or 0
 for the newest; the source also answers with the newest if it can no longer lead to the requested version. The
 second is the number of bytes that take as long to arrive as the changes of one version take to be applied.
-There is no other traffic, so either end may close at any time. A frame:
+A receiver on another host also tells the port of its relay (`ENTER`) and what it has seen of relays
+(`REPORT`); the source may answer with a relay in place of payloads (`RELAYED`), to which the receiver opens a
+connection for one message. There is no other traffic, so either end may close at any time. A frame:
 
     head, 32 bytes | SHA-256 of the body | HMAC-SHA-256 of both and the frame's number | the body
     body: the lengths of payloads, uint64 each | the payloads

@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
 from mcr_plus.errors import InvalidArgument, Unsupported, short
 from mcr_plus.job.process import job
-
-if TYPE_CHECKING:
-    from mcr_plus.training.fsdp_collectives import SeesReductions
 
 Compress = str | Mapping[str, object] | bool | None
 Model = TypeVar("Model", bound=nn.Module)
@@ -28,7 +25,7 @@ def fsdp(
     parameters: Compress = None,
     gradients: Compress = None,
     replicas: Compress = None,
-    owned: SeesReductions | None = None,
+    owned: object = None,
     tag: str = "fsdp",
 ) -> Model:
     """Set the codecs of the collectives of an FSDP2 model (`fully_shard`); returns the same model.
@@ -79,7 +76,8 @@ def fsdp(
         sees_reduced,
     )
 
-    if not (owned is None or callable(getattr(owned, "reduced", None))):
+    tell = getattr(owned, "reduced", None)
+    if not (owned is None or callable(tell)):
         raise InvalidArgument(f"owned: expected the result of mcr.owned, got {short(owned)}")
     shards: list[tuple[str, Any]] = [  # type checkers do not know that an FSDPModule is a module
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -101,7 +99,7 @@ def fsdp(
     between = [checked_group(group) if group and replicas is not None else group for group in groups]
     tags = [f"{tag}.{name}" if name else tag for name, _ in shards]
     _claim_tags({inside: module for inside, (_, module) in zip(tags, shards, strict=True)}, tag)
-    backward = BackwardPass(owned)
+    backward = BackwardPass(tell)
     for inside, (_, module), group in zip(tags, shards, between, strict=True):
         reduce_scatter = ReduceScatter(module, gradients, f"{inside}.gradients", backward)
         if isinstance(group, McrProcessGroup):

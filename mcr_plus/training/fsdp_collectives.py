@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -91,19 +91,12 @@ class _Gathering(dist.Work):
         return self._work.is_completed()
 
 
-class SeesReductions(Protocol):
-    """Object that is told which gradients are complete."""
-
-    def reduced(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Use the gradients of these parameters."""
-
-
 class BackwardPass:
     """The pending reduction of a model, completed by the end of the backward pass at the latest."""
 
-    def __init__(self, owned: SeesReductions | None = None) -> None:
-        """`owned`: is told of each module's gradients when they are complete, on the CPU."""
-        self.owned = owned
+    def __init__(self, tell: Callable[[list[nn.Parameter]], None] | None = None) -> None:
+        """`tell`: called with parameters when their gradients are complete, on the CPU."""
+        self.tell = tell
         self._pending: tuple[dist.Work, Sequence[Any]] | None = None
         self._task = _NO_BACKWARD
 
@@ -128,8 +121,8 @@ class BackwardPass:
         if pending is not None:
             work, reduced = pending
             work.wait()
-            if self.owned is not None:
-                self.owned.reduced([param.sharded_param for param in reduced])
+            if self.tell is not None:
+                self.tell([param.sharded_param for param in reduced])
 
 
 class ReduceScatter(_Collective):
@@ -180,7 +173,7 @@ class ReduceScatter(_Collective):
             self._backward.started(work, reduced)
         elif options.asyncOp:
             work.wait()
-            if self._backward.owned is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
+            if self._backward.tell is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
                 self._backward.started(work, reduced)  # FSDP2 has not assigned the gradients yet
         return None
 

@@ -13,6 +13,7 @@ from mcr_plus.communicator.transfer import STATE, broadcast_tensors
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.job.init import member_of
+from mcr_plus.training.parameters import check_elastic
 
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpointing
 Name = tuple[str, ...]
@@ -133,6 +134,8 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
         raise InvalidArgument(f"step: expected a number, got {step!r}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer is not None:
+        check_elastic(optimizer)
     pieces, plain = list[ShardPiece](), dict[Name, Any]()
     values: list[tuple[Name, Any]] = [
         (("model", _clean(name)), value) for name, value in model.state_dict().items()

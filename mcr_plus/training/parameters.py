@@ -15,6 +15,15 @@ from mcr_plus.job.init import member_of
 from mcr_plus.training.reducer import Reducer, reducer_of
 
 
+def check_elastic(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidArgument` if a rank has states of an optimizer that no other rank has."""
+    if getattr(optimizer, "has_states_of_rank", False):
+        raise InvalidArgument(
+            "optimizer: the states of mcr.owned are on their owners alone, and are lost with them; expected "
+            "another optimizer, or a checkpoint that is loaded after a loss"
+        )
+
+
 def broadcast_parameters(
     params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
     root_rank: int = 0,

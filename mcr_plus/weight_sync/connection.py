@@ -125,7 +125,9 @@ class SourceConnection:
                     body, arrived, began = relays.fetch(
                         ticket, version, self._secret, self._rank, self._most, self._ends
                     )
-                except (OSError, EOFError, BackendError) as error:
+                except StreamClosed:
+                    raise
+                except Exception as error:  # of any kind: it need not be a relay of ours
                     self._bypass(ticket, error)
                     continue
                 count, via = len(arrived), ticket.relay
@@ -138,10 +140,13 @@ class SourceConnection:
         """Send what precedes a request: on a new connection, the port of the relay."""
         own, other = link.hosts
         if own != other and link is not self._entered:
-            if self.relay is None:
-                self.relay = Relay(self._what, self._secret, self._closes, own, self._most // 2)
-            link.send(links.ENTER, self.relay.port)
             self._entered = link
+            try:
+                self.relay = self.relay or Relay(self._what, self._secret, self._closes, own, self._most // 2)
+            except (OSError, RuntimeError) as error:
+                _log.warning("%s: this receiver does not relay: %s", self._what, error)
+            if self.relay is not None:
+                link.send(links.ENTER, self.relay.port)
         if self._report is not None:
             link.send(links.REPORT, *self._report)
             self._report = None
@@ -158,7 +163,8 @@ class SourceConnection:
         """Log that a relay failed; the source is told with the next request."""
         is_damaged = isinstance(error, AuthenticationFailed)
         self.refused += is_damaged
-        self._report = ticket.relay, relays.DAMAGED if is_damaged else relays.LOST
+        how = relays.LACKING if isinstance(error, LookupError) else relays.LOST
+        self._report = ticket.relay, relays.DAMAGED if is_damaged else how
         _log.warning(
             "%s: %s bypasses its relay, %s at %s: %s",
             self._what, links.named(self._rank), links.named(ticket.relay), ticket.host, error,

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from mcr_plus.errors import BackendError
@@ -23,14 +24,17 @@ from mcr_plus.rendezvous.stream import JOINER, AuthenticationFailed, Payload, St
 
 SOURCE: Final = JOINER
 """Stands for the source, in place of a relay, in reports of rates."""
-LOST, DAMAGED = 0, 1
-"""Rates reported of a relay that does not answer or lacks the message, and of one that damages it."""
+LOST, DAMAGED, LACKING = range(3)
+"""Rates reported of a relay that does not answer, damages a message, or does not have it any more."""
 SMALLEST: Final = 1 << 16
 """Bytes of a message from which relays are worth their latency."""
 _CHILDREN: Final = 3  # of a relay at a time
-_FAILURES: Final = 3  # of relays in a row, after which a receiver gets payloads alone
+_FAILURES: Final = 3  # of a receiver's relays in a row, after which it rests
+_RESTS: Final = 60.0  # s until a receiver tries a relay again that failed, or relays at all
 _SAYS_EVERY: Final = 1.0  # s, while a message has not arrived
 _SILENT: Final = 5.0  # s
+_WAITS: Final = 60.0  # s for a relay to get a message itself, beside what it takes at this rate:
+_SLOWEST: Final = 1e6  # bytes per second
 _LONGEST_REQUEST: Final = 256
 
 
@@ -65,9 +69,12 @@ class RelayTree:
         self._parents: dict[int, tuple[int, str]] = {}  # relay and message of those that have not asked again
         self._rates: dict[tuple[int, int], int] = {}
         self._failures: Counter[int] = Counter()
+        self._rests: dict[tuple[int, int], float] = {}  # of a receiver from a relay; from all: from itself
 
     def enter(self, rank: int, link: StreamConnection, port: int) -> None:
-        """Note the port on which a receiver forwards."""
+        """Note the port on which a receiver forwards. Raises `BackendError` if it is none."""
+        if not 0 < port < 1 << 16:
+            raise BackendError(f"a relay on port {port}")
         self._places[rank] = (link.hosts[1], port)
 
     def leave(self, rank: int) -> None:
@@ -75,42 +82,57 @@ class RelayTree:
         for known in (self._places, self._held, self._parents, self._failures):
             known.pop(rank, None)
         self._rates = {pair: rate for pair, rate in self._rates.items() if rank not in pair}
+        self._rests = {pair: ends for pair, ends in self._rests.items() if rank not in pair}
 
     def report(self, rank: int, relay: int, rate: int) -> None:
         """Note the bytes per second of a receiver's last message, or how its relay failed.
 
         A receiver can accuse only the relay that it was given.
         """
-        if relay not in (SOURCE, *self._parents.get(rank, ())[:1]):
+        given, body = self._parents.get(rank, (SOURCE, ""))
+        if relay not in (SOURCE, given):
             return
-        self._rates[rank, relay] = rate
-        self._failures[rank] = self._failures[rank] + 1 if rate <= DAMAGED else 0
-        if rate == DAMAGED:
-            self._places.pop(relay, None)
+        if rate > LACKING:
+            self._rates[rank, relay] = rate
+        elif relay != SOURCE:
+            del self._parents[rank]
+            if body in (held := self._held.get(relay, deque())):
+                held.remove(body)
+            if rate == DAMAGED:
+                self._places.pop(relay, None)
+            if rate != LACKING:
+                self._failures[rank] += 1
+                ends = self._rests[rank, relay] = time.monotonic() + _RESTS
+                if self._failures[rank] == _FAILURES:
+                    self._failures[rank], self._rests[rank, rank] = 0, ends
 
     def holds(self, body: str) -> bool:
         """Return whether a receiver may still have a message."""
         return any(body in held for held in self._held.values())
 
     def asks(self, rank: int) -> None:
-        """Note that a receiver is done with its relay."""
-        self._parents.pop(rank, None)
+        """Note that a receiver is done with its relay, which has not failed if that was not reported."""
+        if self._parents.pop(rank, None) is not None:
+            del self._failures[rank]
 
     def ticket(self, rank: int, body: str) -> RelayTicket | None:
         """Return the relay from which a receiver shall fetch a message; None for the source itself."""
-        place, best = self._places.get(rank), None
-        if place is not None and self._failures[rank] < _FAILURES:
-            loads = Counter(relay for relay, known in self._parents.values() if known == body)
-            fits = [
-                each
-                for each, held in self._held.items()
-                if body in held
-                and each in self._places
-                and loads[each] < _CHILDREN
-                and rank not in self._chain(each)
-                and self._is_fast(rank, each)
-            ]
-            best = min(fits, key=lambda each: self._cost(rank, each, place[0]), default=None)
+        place, now = self._places.get(rank), time.monotonic()
+        if place is None or self._rests.get((rank, rank), 0.0) > now:
+            return None
+        loads = Counter(relay for relay, known in self._parents.values() if known == body)
+        direct = self._rates.get((rank, SOURCE), 0)
+        fits = [
+            each
+            for each, held in self._held.items()
+            if body in held
+            and each in self._places
+            and loads[each] < _CHILDREN
+            and rank not in self._chain(each)
+            and self._rests.get((rank, each), 0.0) <= now
+            and 2 * self._rates.get((rank, each), direct) >= direct
+        ]
+        best = min(fits, key=lambda each: self._cost(rank, each, place[0]), default=None)
         if best is None:
             return None
         self._parents[rank] = best, body
@@ -119,13 +141,8 @@ class RelayTree:
     def gets(self, rank: int, body: str) -> None:
         """Note that a receiver is sent a message, or pointed to a relay for it."""
         held = self._held.setdefault(rank, deque(maxlen=2))
-        if body not in held:
+        if rank in self._places and body not in held:
             held.append(body)
-
-    def _is_fast(self, rank: int, relay: int) -> bool:
-        direct = self._rates.get((rank, SOURCE), 0)
-        rate = self._rates.get((rank, relay))
-        return rate is None or (rate > DAMAGED and 2 * rate >= direct)
 
     def _cost(self, rank: int, relay: int, host: str) -> tuple[bool, int, int]:
         depth = sum(1 for _ in self._chain(relay))
@@ -142,14 +159,15 @@ class Relay:
     """Server of a receiver's last two messages of one source, on threads of its own. `most`: their bytes."""
 
     def __init__(self, what: str, secret: bytes, ends: Callable[[], bool], host: str, most: int) -> None:
-        self._what, self._secret, self._ends, self._most = what, secret, ends, most
+        self._secret, self._ends, self._most = secret, ends, most
         self._acceptor = Acceptor(links.listen(host), what)
         self.port: int = self._acceptor.listener.getsockname()[1]
         self.forwarded = 0  # bytes
         self._kept: deque[tuple[str, Sequence[Payload]]] = deque(maxlen=2)
         self._version = 0
         self._changed = threading.Condition()
-        threading.Thread(target=self._accept_all, name=f"mcr_plus-{what}", daemon=True).start()
+        accept = partial(self._acceptor.serve, self._serve, ends)
+        threading.Thread(target=accept, name=f"mcr_plus-{what}", daemon=True).start()
 
     def keep(self, version: int, payloads: Sequence[Payload]) -> None:
         """Offer a message that has arrived and has the hash that the source has signed."""
@@ -159,13 +177,6 @@ class Relay:
             while len(self._kept) > 1 and self._nbytes > self._most:
                 self._kept.popleft()
             self._changed.notify_all()
-
-    def _accept_all(self) -> None:
-        with self._acceptor.listener as listener:
-            while not self._ends() and listener.fileno() >= 0:
-                if (connection := self._acceptor.accept()) is not None:
-                    name = f"mcr_plus-{self._what}"
-                    threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
 
     @property
     def _nbytes(self) -> int:
@@ -202,18 +213,20 @@ def fetch(
 ) -> tuple[bytearray, list[Payload], float]:
     """Return the body of a message from a relay, its payloads, and the time at which it began to arrive.
 
-    Raises `AuthenticationFailed` if it is not the message of the ticket, `OSError`, `EOFError` or
-    `BackendError` if the relay is lost, silent or lacks it, and `StreamClosed`.
+    Raises `AuthenticationFailed` if it is not the message of the ticket, `LookupError` if the relay does not
+    have it any more, `StreamClosed`, and other errors if the relay is lost, silent or says anything else.
     """
     link = links.connect((ticket.host, ticket.port), secret, rank, ends, 1, silent=_SILENT)
-    began = [0.0]
+    began, ends_at = [0.0], time.monotonic() + _WAITS + most / _SLOWEST
     try:
         link.send(links.RELAYED, version, 1, [Payload.of(ticket.hash.encode())])
         kind, body = links.POLL, bytearray()
         while kind == links.POLL:
+            if time.monotonic() > ends_at:
+                raise EOFError("it has not got the message itself")
             kind, _, _, body = link.receive(most, lambda *_: began.append(time.perf_counter()))
         if not link.arrived:
-            raise EOFError("it does not have this message any more")
+            raise LookupError("it does not have this message any more")
         if links.hash_of(link.arrived) != ticket.hash:
             raise AuthenticationFailed("it sent another message than the source has named")
         return body, link.arrived, began[-1]

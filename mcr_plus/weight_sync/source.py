@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -111,10 +112,10 @@ class WeightSource:
             "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "relayed": 0,
             "push_seconds": 0.0,
         }  # fmt: skip
-        self._serving: list[threading.Thread] = []
+        accept = partial(self._acceptor.serve, self._serve, self._ends)
         self._threads = [
             threading.Thread(target=each, name=f"mcr_plus-{what}", daemon=True)
-            for each in (self._encode_all, self._accept_all)
+            for each in (self._encode_all, accept)
         ]
         for thread in self._threads:
             thread.start()
@@ -185,7 +186,7 @@ class WeightSource:
         with self._changed:
             self._closed, self._is_in_order = True, in_order
             self._changed.notify_all()
-        for thread in [*self._threads, *self._serving]:
+        for thread in [*self._threads, *self._acceptor.serving]:
             thread.join(5.0)
 
     def _ends(self) -> bool:
@@ -239,23 +240,6 @@ class WeightSource:
                 self._changed.notify_all()
 
     # -- threads of receivers -----------------------------------------------------------------------------
-
-    def _accept_all(self) -> None:
-        with self._acceptor.listener as listener:
-            while not self._ends() and listener.fileno() >= 0:
-                if (connection := self._acceptor.accept()) is None:
-                    continue
-                thread = threading.Thread(
-                    target=self._serve, args=(connection,), name=f"mcr_plus-{self._what}", daemon=True
-                )
-                self._serving = [each for each in self._serving if each.is_alive()]
-                try:
-                    thread.start()
-                except RuntimeError as error:  # no more threads can be started; the receiver asks again
-                    self._acceptor.refuse(connection, f"it could not be served: {error}")
-                    time.sleep(_LOOK_S)
-                    continue
-                self._serving.append(thread)
 
     def _serve(self, connection: Any) -> None:
         """Answer one receiver until either end closes."""
@@ -405,10 +389,10 @@ class WeightSource:
             newest, payloads = self._anchored(buffers)
         message = _Message(base, newest, payloads)
         with self._changed:
-            if message.nbytes < SMALLEST:
-                return message, None
-            self._messages[base == _NOTHING, place] = message
-            ticket = self._relays.ticket(rank, message.hash)
+            ticket = None
+            if message.nbytes >= SMALLEST:
+                self._messages[base == _NOTHING, place] = message
+                ticket = self._relays.ticket(rank, message.hash)
             self._relays.gets(rank, message.hash)
             return message, ticket
 
@@ -420,9 +404,7 @@ class WeightSource:
         So receivers that start from one version go on together, and one message serves them all.
         """
         known = self._messages.get((base == _NOTHING, place))
-        if known is None or known.base != base or known.target < least:
-            return None
-        if exactly and known.target > least:
+        if known is None or known.base != base or known.target < least or (exactly and known.target > least):
             return None
         if (ticket := self._relays.ticket(rank, known.hash)) is None:
             return None

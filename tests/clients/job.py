@@ -1,16 +1,18 @@
 """Functions that the client programs share: `torchrun --nproc-per-node 2 ddp.py BACKEND [CLIENT…]`.
 
 A client trains something small, every rank with data of its own, and returns its losses. Each rank prints
-one line of JSON per client: its losses, and how many operations of each kind the pipeline saw. The folder
-above must be in PYTHONPATH.
+one line of JSON per client: its losses, how many operations of each kind the pipeline saw, and when its
+optimizers made their steps, in seconds. The folder above must be in PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import runpy
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import mcr_plus as mcr
 
 Client = Callable[[], "list[float]"]
 WIDTH: Final = 16
-STEPS: Final = 4
+STEPS: Final = int(os.environ.get("CLIENT_STEPS", "4"))
 START_S: Final = 150.0  # DeepSpeed compiles something the first time
 LIMIT_S: Final = 30.0  # a client that takes longer has hung: it prints its stacks and ends
 
@@ -46,9 +49,11 @@ def main(clients: Mapping[str, Client], start: Callable[[str], object] = dist.in
     for name in names or clients:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         torch.manual_seed(0)
-        with operations() as seen:
+        with operations() as seen, steps() as ended:
             losses = clients[name]()
-        line = {"client": name, "rank": dist.get_rank(), "losses": losses, "operations": seen}
+        line = {
+            "client": name, "rank": dist.get_rank(), "losses": losses, "operations": seen, "ended": ended
+        }  # fmt: skip
         sys.stdout.write(json.dumps(line) + "\n")  # in one piece: ranks share the stream
         sys.stdout.flush()
     faulthandler.cancel_dump_traceback_later()
@@ -66,6 +71,17 @@ def operations() -> Iterator[Counter[str]]:
     with mcr.record() as log:
         yield seen
     seen.update(record.kind for record in log.records)
+
+
+@contextmanager
+def steps() -> Iterator[list[float]]:
+    """Times at which optimizers of torch have made a step."""
+    ended: list[float] = []
+    hook = register_optimizer_step_post_hook(lambda *_: ended.append(time.monotonic()))
+    try:
+        yield ended
+    finally:
+        hook.remove()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

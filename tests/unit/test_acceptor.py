@@ -140,7 +140,7 @@ def test_a_receiver_gets_weights_beside_strangers_who_do_not_stay(
             with contextlib.suppress(ConnectionError):
                 while each.recv(4096):
                     pass
-        wait_for(lambda: sum(each.is_alive() for each in source._serving) <= 1)
+        wait_for(lambda: sum(each.is_alive() for each in source._acceptor.serving) <= 1)
         receiver.send(links.POLL, 0, 0)  # it may be silent as long as it likes
         assert receiver.receive(1 << 20)[0] == links.PAYLOADS
         receiver.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from typing import Any
 
 import pytest
 
 from mcr_plus.config import reader
-from mcr_plus.errors import ConfigError
+from mcr_plus.elasticity.loop import checked_bounds
+from mcr_plus.errors import ConfigError, InvalidArgument
+from mcr_plus.job.notice import LeaveNotice
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,23 @@ def test_mistakes_are_named(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         reader.load({"version": 1, "elastic": given})
     assert text in str(error.value)
+
+
+def test_a_loop_of_another_thread_ends_without_an_error() -> None:
+    found, listens = [], LeaveNotice()
+    listens.listen(reader.load({"version": 1, "elastic": {"notice": "sigterm"}}))
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=lambda: found.append(listens.close()))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    assert not listens.is_open
+    assert signal.getsignal(signal.SIGTERM) == before
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("least", [0, 4, "2", 1.5, True])
+def test_numbers_of_ranks_are_checked(least: Any) -> None:
+    with pytest.raises(InvalidArgument, match="min_ranks: expected a number of ranks from 1 to 3"):
+        checked_bounds(None, least, 3)
+    assert checked_bounds(5, 3, 3) == 3

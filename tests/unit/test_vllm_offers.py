@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
+import logging
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcr_plus import InvalidArgument
+from mcr_plus.engines import vllm_plugin
 from mcr_plus.engines.loader_reads import _box
 from mcr_plus.engines.tensor_parallel import tensor_parallel_offers
-from mcr_plus.errors import Unsupported
+from mcr_plus.errors import ConfigError, Unsupported
 
 WHOLE = torch.arange(6 * 5 * 4).view(6, 5, 4)
 
@@ -90,3 +95,84 @@ def test_another_version_of_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "mcr_plus.engines.vllm", raising=False)
     with pytest.raises(Unsupported, match=r"vLLM 0\.33\.1: mcr_plus.engines.vllm needs 0\.32"):
         importlib.import_module("mcr_plus.engines.vllm")
+
+
+def test_scalars_are_whole_and_numbers_of_heads_are_numbers() -> None:
+    tensors = {
+        "a.q_proj.weight": torch.empty(4, 4),
+        "a.q_proj": torch.empty(()),
+        "o_proj.weight": torch.empty(4),
+    }
+    ((_, layouts),) = tensor_parallel_offers(tensors, 2).items()
+    assert [*layouts] == ["a.q_proj.weight"]
+    heads: Any = "8"
+    with pytest.raises(InvalidArgument, match="key_value_heads='8'"):
+        tensor_parallel_offers(tensors, 2, key_value_heads=heads)
+
+
+def test_another_vllm_starts_without_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.9.2"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", None)
+    with caplog.at_level(logging.WARNING, "mcr_plus"):
+        vllm_plugin.register()
+    assert "vLLM 0.9.2 gets no weight transfer engine 'mcr', which needs 0.32" in caplog.text
+
+
+class Client:
+    """AsyncLLM as far as `follow` calls it; the first update fails, as if a worker had lost its trainers."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.loaded, self.failures = 0, 1
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> Any:
+        assert method == "mcr_plus"
+        if args == ("versions",):
+            return [(3, self.loaded)] * 2
+        self.calls.append("update")
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("rank 0 was lost")
+        self.loaded = 3
+        return [3, 3]
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any, **__: Any) -> None:
+            self.calls.append(name)
+
+        return call
+
+
+def test_a_server_follows_on_after_a_failed_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = SimpleNamespace(WeightTransferInitRequest=lambda info: info)
+    monkeypatch.setattr(vllm_plugin, "import_module", lambda _: base)
+    invitation, client = tmp_path / "policy.sync", Client()
+    invitation.touch()
+
+    async def run() -> None:
+        task = asyncio.create_task(vllm_plugin.follow(client, str(invitation), 0.01))
+        while client.loaded < 3 or client.calls[-1] != "resume_generation":
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    tries = ["init_weight_transfer_engine", "pause_generation", "update"]
+    after = ["start_weight_update", "finish_weight_update", "reset_prefix_cache", "resume_generation"]
+    assert client.calls == [*tries, "resume_generation", *tries, *after]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *([], {}, {"invitation": 3}, {"invitation": "a", "each": 1}),
+        *({"invitation": "a", "every": 0}, {"invitation": "a", "every": "1"}),
+    ],
+)
+def test_settings_of_a_server_are_checked(given: Any) -> None:
+    arguments = SimpleNamespace(additional_config={"mcr_plus": given})
+    with pytest.raises(ConfigError, match="additional_config: mcr_plus: expected invitation: FILE"):
+        asyncio.run(vllm_plugin.Following().init_state(object(), SimpleNamespace(), arguments))

@@ -15,11 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcr_plus.errors import BackendError
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.stream import Payload
 from mcr_plus.weight_sync import relays
 from mcr_plus.weight_sync.receiver import WeightReceiver
-from mcr_plus.weight_sync.relays import DAMAGED, LOST, SOURCE, Relay, RelayTicket, RelayTree
+from mcr_plus.weight_sync.relays import DAMAGED, LACKING, LOST, SOURCE, Relay, RelayTicket, RelayTree
 from mcr_plus.weight_sync.shards import parts_of
 from mcr_plus.weight_sync.source import WeightSource
 from mcr_plus.weight_sync.weights import Weights
@@ -158,7 +159,7 @@ def test_a_receiver_waits_at_its_relay_for_what_is_on_its_way() -> None:
         for version in (2, 3):
             relay.keep(version, messages[version])
         assert bytes(fetched(2)[0][16:25]) == bytes([2]) * 9
-        with pytest.raises(EOFError, match="does not have this message any more"):
+        with pytest.raises(LookupError, match="does not have this message any more"):
             fetched(1)
         assert relay.forwarded == 2 * 14
     finally:
@@ -221,17 +222,74 @@ def test_relays_that_failed_or_are_slow_are_left_out() -> None:
     found.report(2, SOURCE, 1000)
     found.report(2, 1, 500)
     assert chosen(found, 2) == 1
-    found.report(3, 1, LOST)
-    assert chosen(found, 3) == 2
     found.report(4, 1, DAMAGED)  # which was not its relay
     assert chosen(found, 4) == 1
     found.report(4, 1, DAMAGED)
     assert chosen(found, 4) in (2, 3)
     found.leave(2)
     assert chosen(found, 5) in (3, 4)
-    for _ in range(3):
-        found.report(5, chosen(found, 5) or 0, LOST)
-    assert chosen(found, 5) is None
+    found.report(5, 2, DAMAGED)  # which has left
+
+
+def test_a_relay_that_lacks_a_message_is_asked_for_others_and_a_lost_one_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(relays.time, "monotonic", lambda: now[0])
+    found = tree(dict.fromkeys(range(1, 8), "a"))
+    assert [chosen(found, rank) for rank in (1, 2)] == [None, 1]
+    found.report(2, 1, LACKING)
+    found.asks(2)
+    assert chosen(found, 2) is None
+    assert [chosen(found, rank, "next") for rank in (1, 2)] == [None, 1]
+    found.report(2, 1, LOST)
+    found.asks(2)
+    assert [chosen(found, rank, "last") for rank in (1, 2, 3)] == [None, None, 1]
+    now[0] += 61.0
+    assert [chosen(found, rank, "newest") for rank in (1, 2)] == [None, 1]
+    found.asks(2)  # it has got the message
+
+
+def test_a_receiver_whose_relays_fail_in_a_row_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(relays.time, "monotonic", lambda: now[0])
+    found = tree(dict.fromkeys(range(1, 9), "a"))
+    for rank in range(1, 8):
+        chosen(found, rank)
+    for success in (False, True, False):
+        for _ in range(2):
+            found.report(8, found.ticket(8, "body").relay, LOST)  # type: ignore[union-attr]
+            found.asks(8)
+        if success:
+            assert found.ticket(8, "body") is not None
+            found.asks(8)
+        else:
+            found.report(8, found.ticket(8, "body").relay, LOST)  # type: ignore[union-attr]
+            found.asks(8)
+            assert found.ticket(8, "body") is None
+        now[0] += 61.0
+        for rank in range(1, 8):
+            found.gets(rank, "body")
+
+
+def test_a_port_that_is_none_is_refused() -> None:
+    link: Any = SimpleNamespace(hosts=("source", "a"))
+    with pytest.raises(BackendError, match="a relay on port 70000"):
+        RelayTree().enter(1, link, 70_000)
+
+
+def test_a_receiver_that_cannot_listen_goes_on_without_relaying(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise OSError("Cannot assign requested address")
+
+    with group(2) as (made, receivers, held):
+        monkeypatch.setattr(relays.links, "listen", refused)
+        with caplog.at_level(logging.WARNING, "mcr_plus"):
+            pushed(made, receivers, held, range(1, 3))
+        assert made[0].stats()["relayed"] == 0
+    assert "this receiver does not relay: Cannot assign requested address" in caplog.text
 
 
 @given(st.data())
@@ -241,12 +299,12 @@ def test_nobody_waits_in_a_circle(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 40))):
         rank, event = data.draw(st.integers(0, 5)), data.draw(st.sampled_from(["asks", "fails", "leaves"]))
         if event == "fails" and rank in waits:
-            found.report(rank, waits[rank], data.draw(st.sampled_from([LOST, DAMAGED])))
+            found.report(rank, waits[rank], data.draw(st.sampled_from([LOST, DAMAGED, LACKING])))
         waits.pop(rank, None)
         if event == "leaves":
             found.leave(rank)
             link: Any = SimpleNamespace(hosts=("source", "a"))
-            found.enter(rank, link, rank)
+            found.enter(rank, link, 1000 + rank)
             continue
         found.asks(rank)
         relay = chosen(found, rank)

@@ -5,8 +5,8 @@
 A plan {"steps": 12, "elastic": {...}, "events": [[rank, step, how]]} has the options under `elastic:`, and
 what happens to a launcher's rank in a step: "notice" (SIGTERM), or SIGKILL "before" its backward pass,
 "after" the step of its optimizer, or "copying", while it sends the copy of its shards of that step. With
-"begin", training begins with the state in that file. Each rank writes the state at the beginning of each
-step, and its end, to the folder. See test_sharded.py.
+"begin", training begins with the state in that file; with "stranger", the optimizer is another model's. Each
+rank writes the state at the beginning of each step, and its end, to the folder. See test_sharded.py.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(folder: str, text: str) -> None:
         model, optimizer = sharded_model()
         if "begin" in plan:
             sharded.load(model, optimizer, torch.load(plan["begin"]))
-        return model, optimizer
+        return model, plain_model()[1] if "stranger" in plan else optimizer
 
     encoded = buddies.encoded
 

@@ -139,6 +139,13 @@ def test_without_buddies_a_killed_rank_ends_the_loop(tmp_path: Path) -> None:
 
 
 @long
+def test_an_optimizer_of_another_model_is_named(tmp_path: Path) -> None:
+    status, text, _ = train(tmp_path, 2, [], copies=2, stranger=True)
+    assert status != 0
+    assert "build: optimizer: has parameters that the model does not have" in text
+
+
+@long
 def test_all_ranks_are_told(tmp_path: Path) -> None:
     status, text, ends = train(tmp_path, 3, [[rank, 4, "notice"] for rank in range(3)])
     assert status == 0, text

@@ -148,6 +148,11 @@ def main(folder: Path, address: str | None) -> None:
     ray.get([each.leave.remote("default") for each in members])
     seen["entered again"] = enter("default", [1, 2, 0])
     seen["again"] = ray.get([members[m].operate.remote("default") for m in (1, 2, 0)])
+    ray.get([each.leave.remote("default") for each in members])
+    seen["entered apart"] = enter("default", [0, 1]) + enter("default", [2])
+    seen["entered across"] = enter("across", [2, 0])
+    ray.get([each.leave.remote("default") for each in members])
+    seen["entered last"] = enter("default", [1, 2, 0])
     calls = [each.reduce_until_lost.remote("default", n == 2) for n, each in enumerate(members)]
     seen["lost"] = []
     for call in calls:

@@ -134,6 +134,14 @@ def test_mistakes_are_errors(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
+def test_a_group_across_two_jobs_is_refused(seen: dict[str, Any]) -> None:
+    """The jobs began with groups of the same name."""
+    assert seen["entered apart"] == seen["entered last"] == [""] * SIZE
+    for error in seen["entered across"]:
+        assert "Unsupported: collective group 'across': a process has one job of mcr_plus" in error
+
+
+@pytest.mark.long
 def test_a_dead_actor_is_named(seen: dict[str, Any]) -> None:
     """In the last group, the actor of rank 1 dies."""
     *others, dead = seen["lost"]

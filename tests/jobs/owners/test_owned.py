@@ -404,7 +404,12 @@ def mistakes() -> dict[str, str]:
             parameter = owned.matrices[0].parameter
             parameter.grad = placed(torch.ones(4, 6), mesh, [S0])
         note("some", optimizer.step)
-        note("fsdp", lambda: mcr.fsdp(nn.Linear(2, 2), owned=3))  # type: ignore[arg-type]
+        note("fsdp", lambda: mcr.fsdp(nn.Linear(2, 2), owned=3))
+        model = nn.Linear(2, 2, bias=False)
+        note("elastic", lambda: mcr.elastic(model, mcr.owned(model).optimizer(torch.optim.Muon)))
+        note("state of fsdp", lambda: mcr.fsdp_state(model, mcr.owned(model).optimizer(torch.optim.Muon)))
+        pair = model, mcr.owned(model).optimizer(torch.optim.Muon)
+        note("elastic_sharded", lambda: next(mcr.elastic_sharded(lambda: pair)))
     return found
 
 
@@ -426,3 +431,5 @@ def test_mistakes_are_named_on_all_ranks() -> None:
         assert found["state"].startswith("state_dict: expected one of mcr.owned")
         assert found["some"] == "step: only some ranks have the gradients of ['w']"
         assert found["fsdp"] == "owned: expected the result of mcr.owned, got 3"
+        for name in ("elastic", "elastic_sharded", "state of fsdp"):
+            assert "optimizer: the states of mcr.owned are on their owners alone" in found[name]

@@ -327,7 +327,7 @@ def churn(folder: str, count: int) -> dict[str, Any]:
                 deadline = time.monotonic() + 60
                 while source._links and time.monotonic() < deadline:
                     time.sleep(0.01)
-                for thread in source._serving:
+                for thread in source._acceptor.serving:
                     thread.join(60)
                 left.append({
                     "links": len(source._links), "joined": len(source._joined), "lost": len(source._lost),

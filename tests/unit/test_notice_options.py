@@ -55,13 +55,18 @@ def test_mistakes_are_named(given: dict[str, Any], text: str) -> None:
 
 
 def test_a_loop_of_another_thread_ends_without_an_error() -> None:
-    found, listens = [], LeaveNotice()
+    closed, listens = threading.Event(), LeaveNotice()
     listens.listen(reader.load({"version": 1, "elastic": {"notice": "sigterm"}}))
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=lambda: found.append(listens.close()))
+
+    def close() -> None:
+        listens.close()
+        closed.set()
+
+    thread = threading.Thread(target=close)
     thread.start()
     thread.join()
-    assert found == [None]
+    assert closed.is_set()
     assert not listens.is_open
     assert signal.getsignal(signal.SIGTERM) == before
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -235,7 +235,7 @@ def test_a_relay_that_lacks_a_message_is_asked_for_others_and_a_lost_one_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(relays.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     found = tree(dict.fromkeys(range(1, 8), "a"))
     assert [chosen(found, rank) for rank in (1, 2)] == [None, 1]
     found.report(2, 1, LACKING)
@@ -252,7 +252,7 @@ def test_a_relay_that_lacks_a_message_is_asked_for_others_and_a_lost_one_later(
 
 def test_a_receiver_whose_relays_fail_in_a_row_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(relays.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     found = tree(dict.fromkeys(range(1, 9), "a"))
     for rank in range(1, 8):
         chosen(found, rank)
@@ -285,7 +285,7 @@ def test_a_receiver_that_cannot_listen_goes_on_without_relaying(
         raise OSError("Cannot assign requested address")
 
     with group(2) as (made, receivers, held):
-        monkeypatch.setattr(relays.links, "listen", refused)
+        monkeypatch.setattr(links, "listen", refused)
         with caplog.at_level(logging.WARNING, "mcr_plus"):
             pushed(made, receivers, held, range(1, 3))
         assert made[0].stats()["relayed"] == 0

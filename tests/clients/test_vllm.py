@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,18 @@ def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Told, 
     found.kill()
 
 
+def updated(servers: Told, version: int) -> None:
+    """Load a version: by a call that waits, by calls that do not, or by vLLM's own calls."""
+    if version % 3 == 0:
+        assert {*servers.ask("update", 30.0)} == {version}
+    elif version % 3 == 1:
+        ends = time.monotonic() + 30.0
+        while {*servers.ask("update", 0.0)} != {version}:
+            assert time.monotonic() < ends
+    else:
+        assert {*map(tuple, servers.ask("update_by_vllm"))} == {(version, version)}
+
+
 def pushed(source: Told, servers: Told, invitation: Path, folder: Path, versions: range) -> None:
     """Push versions; after each, logits are those that vLLM computes with the checkpoint."""
     assert servers.ask("join", str(invitation)) is None
@@ -127,7 +140,7 @@ def pushed(source: Told, servers: Told, invitation: Path, folder: Path, versions
     for version in versions:
         checkpoint = folder / f"version {version}".replace(" ", "-")
         assert source.tell(f"push {version} {checkpoint}") == {"version": version}
-        assert {*servers.ask("update", 30.0)} == {version}
+        updated(servers, version)
         logits = servers.ask("logits")
         assert servers.ask("reload", str(checkpoint)) is None
         assert servers.ask("logits") == logits != before
@@ -200,6 +213,9 @@ def test_another_degree_than_offered_is_refused(model: Path, tmp_path: Path) -> 
         assert "nothing is offered for worker" in problem
         assert "of 2 in tensor parallel" in problem
         assert "rank 3 of 'tensor parallel 4': lacks" in problem
+        for timeout in (0.0, 1.0):
+            (problem,) = servers.ask("update", timeout)
+            assert "call init_weight_transfer_engine first" in problem
     finally:
         servers.kill()
         source.end()

@@ -1,6 +1,6 @@
 """Steps of other libraries' trainers on the backend `mcr`, and on gloo, two ranks of this host.
 
-    python benchmarks/bench_clients.py [--program with_torchtitan with_trl] [--steps 40] [--rounds 3]
+    python benchmarks/bench_clients.py [--program with_torchtitan with_trl] [--busy 0 2] [--rounds 3]
 
 The programs are those of `make clients`, which trains small models and has installed the libraries. A round
 starts each program on both backends in turn; a client's figure is the median time between two steps of its
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
+from bench_beside import busy as processes
 from harness import (
     HARDWARE,
     ROOT,
@@ -74,13 +75,15 @@ def compared(
         raise SystemExit(f"{name} {client}: losses differ by {apart:.1e} of their value")
     ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True))
     spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-    return [f"{median(theirs):.2f}", f"{median(ours):.2f}", f"{median(ratios):.2f}", spread, f"{apart:.0e}"]
+    figures = [f"{value:.2f}" for value in (median(theirs), median(ours), median(ratios))]
+    return [*figures, spread, f"{apart:.0e}" if apart else "0"]
 
 
 def main(
     programs: Annotated[list[str] | None, typer.Option("--program", help="All that are installed.")] = None,
     steps: Annotated[int, typer.Option(min=8, help="Steps of a client.")] = 40,
     rounds: Rounds = 3,
+    busy: Annotated[list[int] | None, typer.Option(help="So many busy processes beside; 0 and 2.")] = None,
     output: Dated = None,
 ) -> None:
     """Measure and write the report."""
@@ -94,10 +97,21 @@ def main(
         if missing[name]:
             print(f"left out, {name}: {', '.join(missing[name])} not installed")
             continue
-        turns = in_turns({each: each for each in BACKENDS}, rounds, partial(turn, name))
-        short = name.removeprefix("with_")
-        rows += [[short, client, *compared(name, client, turns)] for client in turns["mcr"][0]]
-    head = ["example", "what", "gloo, ms", "mcr, ms", "mcr / gloo", "of single rounds", "losses apart"]
+        for beside in busy or (0, 2):
+            with processes(beside):
+                turns = in_turns({each: each for each in BACKENDS}, rounds, partial(turn, name))
+            clients = [(client, compared(name, client, turns)) for client in turns["mcr"][0]]
+            rows += [[name.removeprefix("with_"), client, str(beside), *found] for client, found in clients]
+    head = [
+        "example",
+        "what",
+        "busy",
+        "gloo, ms",
+        "mcr, ms",
+        "mcr / gloo",
+        "of single rounds",
+        "losses apart",
+    ]
     show(head, rows)
     note = f"{RANKS} ranks of one host with one thread each, {steps} steps, {rounds} rounds in turns; medians"
     text = page("Steps of other libraries on the backend", command(), note, markdown(head, rows))

@@ -76,8 +76,7 @@ def fsdp(
         sees_reduced,
     )
 
-    tell = getattr(owned, "reduced", None)
-    if not (owned is None or callable(tell)):
+    if not (owned is None or callable(getattr(owned, "reduced", None))):
         raise InvalidArgument(f"owned: expected the result of mcr.owned, got {short(owned)}")
     shards: list[tuple[str, Any]] = [  # type checkers do not know that an FSDPModule is a module
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -99,7 +98,7 @@ def fsdp(
     between = [checked_group(group) if group and replicas is not None else group for group in groups]
     tags = [f"{tag}.{name}" if name else tag for name, _ in shards]
     _claim_tags({inside: module for inside, (_, module) in zip(tags, shards, strict=True)}, tag)
-    backward = BackwardPass(tell)
+    backward = BackwardPass(getattr(owned, "reduced", None))
     for inside, (_, module), group in zip(tags, shards, between, strict=True):
         reduce_scatter = ReduceScatter(module, gradients, f"{inside}.gradients", backward)
         if isinstance(group, McrProcessGroup):

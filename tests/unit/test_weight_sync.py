@@ -110,7 +110,7 @@ def test_a_source_without_threads_for_a_moment_serves_later(monkeypatch: pytest.
     start, refused = threading.Thread.start, threading.Event()
 
     def full(self: threading.Thread) -> None:
-        if "_serve" in repr(getattr(self, "_target", None)) and not refused.is_set():
+        if getattr(getattr(self, "_target", None), "__name__", "") == "_serve" and not refused.is_set():
             refused.set()
             raise RuntimeError("can't start new thread")
         start(self)
